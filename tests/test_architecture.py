@@ -18,7 +18,7 @@ README = (ROOT / "zinf/README.md").read_text()
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
     ("core", "core.text"),
-    ("core.process",),
+    ("core.process", "core.objectives"),
     (
         "core.program",
         "core.jaxpr",

@@ -15,6 +15,7 @@ from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import AllowChanged, TooLong, WeightBits, evaluate, generate
 from zinf.cli.trl import FamiliarCommand
+from zinf.core.objectives import in_help
 from zinf.core.process.uncollected import uncollected
 from zinf.core.text.complaint import ShownFormatter, tell
 from zinf.distributed import Flags, Limits, find_seat, options
@@ -232,13 +233,7 @@ def finetune(
             help="Train on all that the assistant says, as the chat template marks it.",
         ),
     ] = False,
-    objective: Annotated[
-        str,
-        typer.Option(
-            help="sft; dpo for lines with chosen and rejected answers; classification "
-            "for lines with a text and its label."
-        ),
-    ] = "sft",
+    objective: Annotated[str, typer.Option(help=f"{in_help()}.")] = "sft",
     beta: Annotated[
         float | None,
         typer.Option(help="Of dpo: how much the model is kept as it was; 0.1."),

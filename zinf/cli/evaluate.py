@@ -92,7 +92,7 @@ def print_run_evaluation(
         )
     mean = sum(x.total for x in losses) / sum(x.weight for x in losses)
     # Other losses are no entropies of tokens alone.
-    is_plain = config.data.objective == "sft" and not is_own(config)
+    is_plain = config.data.traits.predicts_next and not is_own(config)
     is_plain = is_plain and not _has_experts(config)
     perplexity = f"perplexity {exp(mean):.6g}, " if is_plain and mean < 700 else ""
     tell(

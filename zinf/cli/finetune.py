@@ -14,15 +14,13 @@ from zinf.cli.train import train_held
 from zinf.core.config import Config
 from zinf.core.config.load import override
 from zinf.core.machine.devices import on_devices
+from zinf.core.objectives import OBJECTIVES
 from zinf.distributed import AbstractGroup
 
 CONFIG = "finetune.yaml"
 # Stands in for the steps of a run until its samples are counted.
 STEPS_UNKNOWN = 1_000_000
 EVALUATE_EVERY = 100
-# Preferences are learnt at lower rates, such as 1e-6 of all weights:
-# https://arxiv.org/abs/2305.18290, appendix B.
-DPO_LEARNING_RATE = 0.1
 LEARNING_RATE = 1e-5
 # Adapters begin at zero change and learn at rates ten times those of whole weights:
 # https://arxiv.org/abs/2106.09685, table 11.
@@ -72,8 +70,9 @@ def finetune_model(
     counts_epochs = isinstance(raw["run"], dict) and "steps" not in raw["run"]
     assumed = [f"run.steps={STEPS_UNKNOWN}"] if counts_epochs else []
     config = Config.load(raw, assumed)
-    if config.data.objective == hf.CLASSIFICATION and config.data.labels is None:
-        raw["data"]["labels"] = list(hf.Task(config).labels_of_data())
+    decided = hf.Task(config).settings_of_data()
+    if decided:
+        raw["data"] |= decided
         config = Config.load(raw, assumed)
     if not config.run.resume:
         # Samples may take minutes to read.
@@ -131,8 +130,8 @@ def model_config(
     """
     if learning_rate is None:
         learning_rate = LEARNING_RATE if adapter is None else ADAPTER_LEARNING_RATE
-        if options.get("objective") == "dpo":
-            learning_rate *= DPO_LEARNING_RATE
+        if options.get("objective") in OBJECTIVES:
+            learning_rate *= OBJECTIVES[options["objective"]].rate
     run: dict[str, Any] = {} if steps is None else {"steps": steps}
     files: dict[str, Any] = {"validation_fraction": 0.0}
     if sequence_length is not None:

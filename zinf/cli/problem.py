@@ -321,10 +321,9 @@ def num_tokens(config: Config) -> int:
     batching = config.dynamic_batching
     if batching is not None and batching.max_tokens is not None:
         return config.num_microbatches * batching.max_tokens
-    each = 2 if config.data.objective == "dpo" else 1
     is_published = is_huggingface(config)
     length = hf.Task(config).length if is_published else config.sequence_length
-    return batch_size(config) * length * each
+    return batch_size(config) * length * config.data.traits.num_sequences
 
 
 def devices(mesh: Mesh) -> str:

@@ -18,7 +18,6 @@ from zinf.cli.changes import Changed
 from zinf.cli.endings import say as _say
 from zinf.cli.places import has_any, place_of_checkpoints
 from zinf.cli.problem import (
-    batch_size,
     dataset,
     describing,
     devices,
@@ -123,7 +122,7 @@ def train_held(
         say(f"{engine.plan.summary()}\n{of_rates}".rstrip() + "\n")
         if is_huggingface(config):
             assert isinstance(engine, hf.ModelEngine)
-            hf.Task(config).before_training(engine, batch_size(config), say)
+            hf.Task(config).before_training(engine, say)
         output = config.run.output
         folder = place_of_checkpoints(config)
         metrics = config.run.metrics or output / METRICS

@@ -27,21 +27,19 @@ if TYPE_CHECKING:
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
     from zinf.hf.model import load_as_stored as load_as_stored
-    from zinf.hf.preference import Preference as Preference
+    from zinf.hf.objectives.dpo import Preference as Preference
     from zinf.hf.records import records as records
     from zinf.hf.samples import Tokenizing as Tokenizing
-    from zinf.hf.task import CLASSIFICATION as CLASSIFICATION
     from zinf.hf.task import Task as Task
 
 make_lazy(
     __name__,
     {
-        "CLASSIFICATION": "zinf.hf.task",
         "HeadModel": "zinf.hf.heads",
         "IGNORED": "zinf.hf.model",
         "Model": "zinf.hf.model",
         "ModelEngine": "zinf.hf.engine",
-        "Preference": "zinf.hf.preference",
+        "Preference": "zinf.hf.objectives.dpo",
         "Task": "zinf.hf.task",
         "Tokenizing": "zinf.hf.samples",
         "Verdict": "zinf.hf.comparison",

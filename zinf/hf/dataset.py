@@ -45,7 +45,8 @@ class Samples(grain.sources.RandomAccessDataSource):
     def __init__(
         self, folder: Path, *, length: int, padding: int, first: int, last: int
     ) -> None:
-        self._folder, self.length, self._padding = folder, length, padding
+        self.folder, self.first = folder, first
+        self.length, self._padding = length, padding
         ends = read_array(folder / ENDS)
         self._starts = np.concatenate([[0], ends[:-1]])[first:last]
         self._ends = ends[first:last]
@@ -65,7 +66,7 @@ class Samples(grain.sources.RandomAccessDataSource):
             return Tokens([])
         start, end = int(self._starts[0]), int(self._ends[-1])
         dtype = np.dtype(np.int32)
-        path, offset_bytes = self._folder / IDS, start * dtype.itemsize
+        path, offset_bytes = self.folder / IDS, start * dtype.itemsize
         return Tokens([Part(path, end - start, dtype, offset_bytes)])
 
     def __len__(self) -> int:
@@ -90,10 +91,10 @@ class Samples(grain.sources.RandomAccessDataSource):
         return ids, labels
 
     def _read(self, file: str, start: int, end: int) -> np.ndarray:
-        path = self._folder / file
+        path = self.folder / file
         found = np.fromfile(path, np.int32, count=end - start, offset=4 * start)
         if len(found) != end - start:
-            raise OSError(f"{path} was cut short. Delete {self._folder}.")
+            raise OSError(f"{path} was cut short. Delete {self.folder}.")
         return found
 
 

@@ -128,6 +128,12 @@ class HeadModel(Model):
         return type(self.module).__name__ in (self.config.architectures or ())
 
     @property
+    def padding(self) -> int:
+        """The token by which the module finds the end of a sample, if it has one."""
+        token = self.config.pad_token_id
+        return super().padding if token is None else token
+
+    @property
     def _classifies(self) -> bool:
         return "Classification" in self.auto_class
 

@@ -480,6 +480,12 @@ class Model:
         losses = cross_entropy(logits, jnp.where(is_trained, next_labels, 0))
         return jnp.where(is_trained, losses, 0.0), is_trained
 
+    @property
+    def padding(self) -> int:
+        """The token of rows where they have no sample."""
+        ids = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0
+        return next(token for token in ids if token is not None)
+
     def check_whole(self) -> None:
         """Refuse to train a model that was loaded with an adapter.
 

@@ -3,8 +3,6 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from zinf.data.configured import difficulties, paced
 from zinf.data.filled import Filled
 from zinf.distributed import AbstractGroup
 from zinf.hf.analysis import about_rows
-from zinf.hf.classes import Classified, ClassTokenizing, class_names
 from zinf.hf.dataset import (
     Samples,
     batches,
@@ -41,36 +38,11 @@ from zinf.hf.dataset import (
     without_labels,
 )
 from zinf.hf.engine import ModelEngine, adapted_model, draws, freezing, initialize
-from zinf.hf.folder import SMALL_FILES, weights_digest
-from zinf.hf.heads import HeadModel, load_head
-from zinf.hf.model import IGNORED, Model, load
+from zinf.hf.folder import SMALL_FILES
+from zinf.hf.model import IGNORED, Model
+from zinf.hf.objectives import objective_of
+from zinf.hf.objectives.objective import Objective
 from zinf.hf.packing import Packed
-from zinf.hf.preference import (
-    SIDES,
-    Pairs,
-    PairTokenizing,
-    Preference,
-    is_reference,
-    write_reference,
-)
-from zinf.hf.samples import Tokenizing
-
-CLASSIFICATION = "classification"
-KINDS: dict[str, type[Tokenizing]] = {
-    "sft": Tokenizing,
-    "dpo": PairTokenizing,
-    CLASSIFICATION: ClassTokenizing,
-}
-
-
-@cache
-def _loaded(name: str, random_ltd_layers: tuple[int, ...]) -> Model:
-    return load(name, random_ltd_layers=random_ltd_layers)
-
-
-@cache
-def _classifier(name: str, labels: tuple[str, ...] | None, seed: int) -> HeadModel:
-    return load_head(name, labels=labels, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -80,35 +52,18 @@ class Task:
     config: Config
 
     @property
+    def objective(self) -> Objective:
+        return objective_of(self.config.data.objective)
+
+    @property
     def model(self) -> Model:
         """The model; the same object each time."""
-        asked = self.config.model
-        assert asked is not None and asked.huggingface is not None
-        if self._classifies:
-            labels, seed = self.config.data.labels, self.config.run.seed
-            return _classifier(asked.huggingface, labels, seed)
-        kept = self.config.kept_tokens
-        model = _loaded(asked.huggingface, () if kept is None else kept.layers)
-        model.check_whole()
-        return model
-
-    @property
-    def _classifies(self) -> bool:
-        return self.config.data.objective == CLASSIFICATION
-
-    @property
-    def preference(self) -> Preference | None:
-        """The loss of preferences, if that is the objective."""
-        data = self.config.data
-        if data.objective != "dpo":
-            return None
-        return Preference(self.model, data.beta)
+        return self.objective.model(self.config)
 
     @property
     def loss(self) -> Callable:
         """The loss of the objective, as a function of the parameters by name."""
-        preference = self.preference
-        return self.model.loss if preference is None else preference.loss
+        return self.objective.loss(self.model, self.config)
 
     @property
     def length(self) -> int:
@@ -135,17 +90,7 @@ class Task:
         if self.config.dynamic_batching is not None:
             (bucket,) = self._buckets([self.length])
             rows = self.config.num_microbatches * bucket.rows
-        if self.preference is not None:
-            pairs = jax.ShapeDtypeStruct((rows, len(SIDES), self.length), np.int32)
-            reference = jax.ShapeDtypeStruct((rows, len(SIDES)), np.float32)
-            return {"input_ids": pairs, "labels": pairs, "reference": reference}
-        shape = jax.ShapeDtypeStruct((rows, self.length), np.int32)
-        if self._classifies:
-            classes = jax.ShapeDtypeStruct((rows,), np.int32)
-            texts = {"input_ids": shape, "attention_mask": shape}
-            return texts | {"labels": classes}
-        packed = ("segment_ids", "position_ids") * self.config.data.packing
-        return dict.fromkeys(("input_ids", "labels", *packed), shape)
+        return self.objective.batch_spec(self.config, rows, self.length)
 
     def arguments(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `zinf.initialize` to plan with: parameters of 0."""
@@ -214,17 +159,13 @@ class Task:
                 "data.paths names no file. To fine-tune, name files of JSON lines "
                 "there, with text, prompt and completion, messages, or text and label."
             )
-        named: dict[str, Any] = {}
-        if isinstance(model, HeadModel):
-            named["classes"] = model.labels
-        how = KINDS[data.objective](
-            model.tokenizer,
+        how = self.objective.tokenizing(
+            model,
             sequence_length=self.length,
             too_long=data.treatment_of_long,
             completion_only=data.completion_only,
             vocab_size=model.vocab_size,
             assistant_only=data.assistant_only,
-            **named,
         )
         files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]
         return tokenized(
@@ -241,21 +182,14 @@ class Task:
         paths = () if isinstance(paths, str) else paths
         return xxh3_128(json.dumps([*map(content_of, paths)]).encode()).hexdigest()
 
-    def labels_of_data(self) -> tuple[str, ...]:
-        """Names of the classes that the files have, for objective classification.
-
-        Those of the model, if it was trained as a classifier of no fewer.
+    def settings_of_data(self) -> Mapping[str, Any]:
+        """Keys of the data section that the config leaves open and its files decide.
 
         Raises:
-            FileNotFoundError, ValueError: see `class_names`.
+            FileNotFoundError, ValueError: a file or a line is wrong.
         """
-        model, data = self.model, self.config.data
-        assert isinstance(model, HeadModel)
-        paths = [] if isinstance(data.paths, str) else [*data.paths]
-        return class_names(
-            [*paths, *(data.evaluation_paths or ())],
-            model.labels if model.is_trained_so else (),
-        )
+        settings = self.objective.settings_of_data
+        return {} if settings is None else settings(self.model, self.config)
 
     def steps_of_epochs(
         self, batch_size: int, epochs: float, say: Callable[[str], None]
@@ -327,81 +261,45 @@ class Task:
         say: Callable[[str], None] = lambda text: None,
         *,
         is_training: bool = True,
-    ) -> Samples | Packed | Pairs | Classified:
+    ) -> grain.sources.RandomAccessDataSource:
         """The rows of a split, of which batches are made.
 
         Raises:
             NotImplementedError: rows would have several samples, and the model cannot
                 keep them apart.
         """
-        data, tokenizer = self.config.data, self.model.tokenizer
+        data, model = self.config.data, self.model
         if data.packing:
-            self.model.check_packing()
+            model.check_packing()
         folder = self.samples(say, for_evaluation=not is_training)
-        fraction, count = data.validation_fraction, num_samples(folder)
+        fraction, each = data.validation_fraction, data.traits.num_sequences
         if data.evaluation_paths is not None:
             # All of the files of a split are its own.
             fraction = 0.0 if is_training else 1.0
-        each = 1 if self.preference is None else len(SIDES)
-        first, last = split_of(count // each, fraction, is_training=is_training)
-        ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
-        if self._classifies:
-            ids = self.model.config.pad_token_id, *ids
-        padding = next(token for token in ids if token is not None)
-        found = Samples(
+        count = num_samples(folder) // each
+        first, last = split_of(count, fraction, is_training=is_training)
+        samples = Samples(
             folder,
             length=self.length,
-            padding=padding,
+            padding=model.padding,
             first=first * each,
             last=last * each,
         )
-        if self.preference is not None:
-            return Pairs(found, self._reference_file(folder), first)
-        if self._classifies:
-            return Classified(found)
-        return Packed(found) if data.packing else found
+        return self.objective.rows(samples, model, self.config)
 
-    def before_training(
-        self, engine: ModelEngine, batch_size: int, say: Callable[[str], None]
-    ) -> None:
-        """Compute what batches need of the model as it is before the first step.
-
-        That is the reference of preferences, for all pairs of the files, unless an
-        earlier run computed it from equal weights. What that run wrote is compared with
-        a pass of this model: the first loss is ln 2, or the file is written anew.
-        """
-        preference, data = self.preference, self.config.data
-        if preference is None:
+    def before_training(self, engine: ModelEngine, say: Callable[[str], None]) -> None:
+        """Compute what batches need of the model as it is before the first step."""
+        before, config = self.objective.before_training, self.config
+        if before is None:
             return
-        evaluates = self.config.run.evaluate_every is not None
-        is_apart = evaluates and data.evaluation_paths is not None
-        for folder in (self.samples(), *[self.samples(for_evaluation=True)] * is_apart):
-            path = self._reference_file(folder)
-            found = Samples(
-                folder, length=self.length, padding=0, first=0, last=num_samples(folder)
-            )
-            pairs = Pairs(found, path, 0)
-            if path.exists():
-                if is_reference(engine, preference, pairs, path, batch_size=batch_size):
-                    continue
-                say(f"data: {path} is of another model than this one")
-            say(f"data: log-probabilities of {len(pairs):,} pairs, once, to {path}")
-            write_reference(engine, preference, pairs, path, batch_size=batch_size)
-
-    def _reference_file(self, folder: Path) -> Path:
-        """Where the log-probabilities of the pairs in a folder are, for this model.
-
-        It goes by the content of the weights and settings of the model; see
-        `sampled_digest`.
-        """
-        adapter, model = self.config.adapter, self.model
-        begin_from = None if adapter is None else adapter.begin_from
-        encoding = None if adapter is None else adapter.quantize_base
-        places = [model.folder, *([] if begin_from is None else [begin_from])]
-        weights = [weights_digest(place) for place in places]
-        state = [weights, encoding, self.config.compute_dtype]
-        digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
-        return folder / f"reference-{digest}.npy"
+        folders = [self.samples()]
+        if config.run.evaluate_every and config.data.evaluation_paths is not None:
+            folders.append(self.samples(for_evaluation=True))
+        files = [
+            Samples(f, length=self.length, padding=0, first=0, last=num_samples(f))
+            for f in folders
+        ]
+        before(engine, config, files, say)
 
     @staticmethod
     def describe(batch: Mapping[str, np.ndarray]) -> dict[str, int]:

@@ -33,7 +33,7 @@ import transformers  # isort: skip
 from safetensors.numpy import load_file  # isort: skip
 
 from zinf import hf  # isort: skip
-from zinf.hf.classes import ClassTokenizing, class_names  # isort: skip
+from zinf.hf.objectives.classification import ClassTokenizing, class_names  # isort: skip
 
 NAMES = ("bad", "fair", "good")
 

@@ -22,9 +22,9 @@ from zinf.data.files import Kind
 from zinf.hf.answers import tokens_within  # isort: skip
 from zinf.hf.dataset import Samples, batches, split_of, tokenized  # isort: skip
 from zinf.hf.packing import Packed, rows_of  # isort: skip
-from zinf.hf.preference import PairTokenizing  # isort: skip
+from zinf.hf.pairs import PairTokenizing  # isort: skip
 from zinf.hf.records import records  # isort: skip
-from zinf.hf.classes import ClassTokenizing  # isort: skip
+from zinf.hf.objectives.classification import ClassTokenizing  # isort: skip
 from zinf.hf.samples import Reading, Tokenizing  # isort: skip
 
 SETTINGS = {

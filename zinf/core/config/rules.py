@@ -189,7 +189,7 @@ def huggingface_violations(
             name, pacing = lengths
             path = (*section, "curriculum_metrics", name, "min_difficulty")
             shortest.append((path, pacing))
-    if data.objective != "sft":
+    if not data.traits.predicts_next:
         text = f"is for data.objective sft, not {data.objective}"
         for path, is_asked in asked.items():
             if is_asked:
@@ -219,7 +219,7 @@ def batching_violations(
         yield path, f"{text} as many rows. Remove it, and set train_batch_size."
     if data.packing:
         yield path, "rows of data.packing are all as long. Remove one of them."
-    if data.objective != "sft":
+    if not data.traits.predicts_next:
         yield (
             path,
             f"has no effect on pairs (data.objective {data.objective}); remove it.",
@@ -243,10 +243,10 @@ def batching_violations(
 def objective_violations(data: Data) -> Iterator[Violation]:
     """Settings of the data that are of other objectives."""
     objective = f"(data.objective {data.objective})"
-    if data.packing and data.objective != "sft":
+    if data.packing and not data.traits.predicts_next:
         text = f"puts samples of sft into rows; others stay apart {objective}"
         yield ("data", "packing"), f"{text}. Set it to false."
-    if data.labels is not None and data.objective != "classification":
+    if data.labels is not None and not data.traits.has_classes:
         text = f"names the classes of classification, and has no effect {objective}"
         yield ("data", "labels"), f"{text}. Remove it, or set the objective."
 

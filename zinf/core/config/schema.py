@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -23,6 +23,7 @@ from zinf.core.config.scalar import (
 from zinf.core.config.section import Section, Violation
 from zinf.core.config.size import Size
 from zinf.core.config.status import Auto
+from zinf.core.objectives import OBJECTIVES, Traits
 
 # Far more than published models have. A layer is traced by itself, and XLA ends the
 # process if an array has 2**63 bytes.
@@ -35,6 +36,10 @@ BESIDE_FUNCTION = frozenset({"function", "vocab_size", "max_length", "attention"
 SEQUENCE_LENGTH = 256
 PUBLISHED_SEQUENCE_LENGTH = 1024  # of a model that huggingface names
 BYTE_VALUES = 256
+if TYPE_CHECKING:
+    ObjectiveName = str
+else:
+    ObjectiveName = Literal[tuple(OBJECTIVES)]
 
 
 def _one_or_many(value: object) -> object:
@@ -332,10 +337,8 @@ class Data(Section):
     template without generation tags, which mark it; false: without tags, train on the
     last answer."""
 
-    objective: Literal["sft", "dpo", "classification"] = "sft"
-    """With model.huggingface: sft: predict the next token; dpo: prefer chosen answers
-    to rejected ones, https://arxiv.org/abs/2305.18290; classification: give a text its
-    label."""
+    objective: ObjectiveName = "sft"
+    """With model.huggingface"""
 
     labels: tuple[Text, ...] | None = None
     """With classification: names of the classes, in the order of the model's outputs;
@@ -372,6 +375,18 @@ class Data(Section):
 
     seed: Seed = 0
     """Seed of the order of samples."""
+
+    @classmethod
+    def description_of(cls, key: str) -> str:
+        text = super().description_of(key)
+        if key != "objective":
+            return text
+        return f"{text}: {'; '.join(f'{n}: {t.goal}' for n, t in OBJECTIVES.items())}."
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the objective."""
+        return OBJECTIVES[self.objective]
 
     @property
     def treatment_of_long(self) -> Literal["error", "truncate", "drop"]:

@@ -1,16 +1,21 @@
-"""Samples of a classifier: lines of a `text` and its `label`, as a grain dataset."""
+"""Classification of texts: lines have a `text` and its `label`, a name or a number."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 
+from zinf.core.config import Config
 from zinf.core.interchange.names import listed
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
+from zinf.hf.heads import HeadModel, load_head
+from zinf.hf.model import Model
+from zinf.hf.objectives.objective import Objective, Spec, tokens_spec
 from zinf.hf.records import records
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
@@ -128,3 +133,54 @@ def _fields(line: Any, where: str) -> tuple[str, str | int]:
         )
     assert isinstance(label, str | int)
     return text, label
+
+
+@cache
+def _loaded(name: str, labels: tuple[str, ...] | None, seed: int) -> HeadModel:
+    return load_head(name, labels=labels, seed=seed)
+
+
+def _model(config: Config) -> HeadModel:
+    assert config.model is not None and config.model.huggingface is not None
+    return _loaded(config.model.huggingface, config.data.labels, config.run.seed)
+
+
+def _tokenizing(model: Model, **settings: Any) -> ClassTokenizing:
+    assert isinstance(model, HeadModel)
+    return ClassTokenizing(model.tokenizer, classes=model.labels, **settings)
+
+
+def _spec(config: Config, rows: int, length: int) -> Spec:
+    names = ("input_ids", "attention_mask")
+    texts = dict.fromkeys(names, tokens_spec(rows, length))
+    return texts | {"labels": tokens_spec(rows)}
+
+
+def _settings(model: Model, config: Config) -> dict[str, Any]:
+    """Names of the classes that the files have, unless the config names them.
+
+    Those of the model, if it was trained as a classifier of no fewer.
+
+    Raises:
+        FileNotFoundError, ValueError: see `class_names`.
+    """
+    assert isinstance(model, HeadModel)
+    data = config.data
+    if data.labels is not None:
+        return {}
+    paths = [] if isinstance(data.paths, str) else [*data.paths]
+    names = class_names(
+        [*paths, *(data.evaluation_paths or ())],
+        model.labels if model.is_trained_so else (),
+    )
+    return {"labels": list(names)}
+
+
+OBJECTIVE = Objective(
+    loss=lambda model, config: model.loss,
+    batch_spec=_spec,
+    rows=lambda samples, model, config: Classified(samples),
+    model=_model,
+    tokenizing=_tokenizing,
+    settings_of_data=_settings,
+)

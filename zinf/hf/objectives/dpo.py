@@ -5,29 +5,34 @@ trained model with those of a reference, which is the model as training begins. 
 reference never changes, so its log-probabilities are computed once, and kept in a file.
 """
 
+import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from zinf.core.config import Config
 from zinf.core.problem.weighted import Weighted
 from zinf.core.text.complaint import naming
 from zinf.data.array_file import read_array
-from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
+from zinf.hf.folder import weights_digest
 from zinf.hf.model import Batch, Model, Params
-from zinf.hf.records import tools_of
-from zinf.hf.samples import DROPPED, Reading, Tokenizing
+from zinf.hf.objectives.objective import Objective, Say, Spec
+from zinf.hf.pairs import (
+    SIDES,
+    Pairs,
+    log_probabilities,
+    over_pairs,
+    pair_tokenizing,
+    pairs_spec,
+)
 
-SIDES = ("chosen", "rejected")
-ANSWER_KEYS = ("input_ids", "labels")
 # Log-probabilities of equal weights that two machines compute in 16 bits differ by
 # less: terms are off by 2**-8 of a logit, either way. More costs a pass, and no error.
 ROUNDING = {"rtol": 2.0**-10, "atol": 2.0**-5}
@@ -59,95 +64,35 @@ class Preference:
         found = self.log_probabilities(params, batch, *key, train=train)
         gains = found - batch["reference"]
         losses = jax.nn.softplus(self.beta * (gains[:, 1] - gains[:, 0]))
-        is_pair = (batch["labels"] != IGNORED).any(axis=(1, 2))
-        total = jnp.sum(jnp.where(is_pair, losses, 0.0))
-        return Weighted(total, jnp.sum(is_pair.astype(jnp.float32)))
+        return over_pairs(losses, batch)
 
     def log_probabilities(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
     ) -> jax.Array:
         """The log-probability of each answer, float32 (pairs, 2)."""
-        flat = {n: batch[n].reshape(-1, batch[n].shape[-1]) for n in ANSWER_KEYS}
-        found = self.model.log_probabilities(params, flat, *key, train=train)
-        return found.reshape(-1, len(SIDES))
+        return log_probabilities(self.model, params, batch, *key, train=train)
 
 
-@dataclass(frozen=True)
-class PairTokenizing(Tokenizing):
-    """How lines with `chosen` and `rejected` become two samples each."""
-
-    def read(self, line: Any, where: str) -> Reading:
-        """The chosen and the rejected sample of a line: both, or none of them.
-
-        Both are texts or messages that follow `prompt`, or whole conversations.
-
-        Raises:
-            ValueError: the line has no such fields, or see `Tokenizing.read`.
-        """
-        if isinstance(line, Mapping):
-            line = {key: value for key, value in line.items() if value is not None}
-        if not isinstance(line, Mapping) or not line.keys() >= set(SIDES):
-            found = ", ".join(map(str, line)) if isinstance(line, Mapping) else line
-            raise ValueError(
-                f"{where}: with data.objective dpo a line must have prompt, chosen and "
-                f"rejected, or two conversations chosen and rejected; found {found}."
-            )
-        one = replace(self, completion_only=True)
-        tools = {"tools": tools_of(line, where)}
-        both = [
-            Tokenizing.read(
-                one, _answered(line, side, where) | tools, f"{where}, {side}"
-            )
-            for side in SIDES
-        ]
-        if not all(reading.samples for reading in both):
-            return DROPPED
-        chosen, rejected = (reading.samples[0] for reading in both)
-        return Reading((chosen, rejected), any(reading.is_cut for reading in both))
-
-
-def _answered(line: Mapping[str, Any], side: str, where: str) -> dict[str, Any]:
-    prompt, answer = line.get("prompt"), line[side]
-    is_conversation = isinstance(answer, list)
-    if is_conversation and isinstance(prompt, list):
-        return {"prompt": prompt, "completion": answer}
-    if is_conversation:
-        return {"messages": answer}
-    if not isinstance(prompt, str):
-        raise ValueError(
-            f"{where}: {side} is a text, so prompt must be the text before it; found "
-            f"{prompt!r:.40}."
-        )
-    return {"prompt": prompt, "completion": answer}
-
-
-class Pairs(grain.sources.RandomAccessDataSource):
-    """Pairs of samples, with the log-probabilities of the reference.
+class Referenced(Pairs):
+    """Pairs with the log-probabilities of the reference.
 
     Args:
         samples: chosen and rejected in turn.
-        reference: the file that `write_reference` writes, before the first pair is
-            read.
-        first: the number of the first pair in that file.
+        reference: the file that `write_reference` writes for all samples of the folder,
+            before the first pair is read.
     """
 
-    def __init__(self, samples: Samples, reference: Path, first: int) -> None:
-        self._samples, self._path, self._first = samples, reference, first
+    def __init__(self, samples: Samples, reference: Path) -> None:
+        super().__init__(samples)
+        self._path = reference
         self._reference: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self._samples) // len(SIDES)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`input_ids` and `labels`, int32 (2, length); `reference`, float32 (2,)."""
         if self._reference is None:
             self._reference = read_array(self._path)
-        return self.answers(index) | {"reference": self._reference[self._first + index]}
-
-    def answers(self, index: int) -> dict[str, np.ndarray]:
-        """A pair without the reference."""
-        both = [self._samples[len(SIDES) * index + side] for side in range(len(SIDES))]
-        return {name: np.stack([x[name] for x in both]) for name in ANSWER_KEYS}
+        number = self.samples.first // len(SIDES) + index
+        return super().__getitem__(index) | {"reference": self._reference[number]}
 
 
 def write_reference(
@@ -202,11 +147,74 @@ def _passes(
     for start in range(0, len(pairs), batch_size):
         # The last pass has the shape of the others: it repeats the last pair.
         numbers = np.minimum(np.arange(start, start + batch_size), len(pairs) - 1)
-        rows = [pairs.answers(int(number)) for number in numbers]
-        batch = {name: np.stack([row[name] for row in rows]) for name in ANSWER_KEYS}
+        rows = [pairs[int(number)] for number in numbers]
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         yield engine.apply(function, batch)
 
 
 def _forward(engine: ModelEngine, preference: Preference) -> Callable:
     function = preference.log_probabilities
     return function if engine.adapted is None else engine.adapted.applied(function)
+
+
+def reference_file(folder: Path, model: Model, config: Config) -> Path:
+    """Where the log-probabilities of the pairs in a folder are, for a model.
+
+    It goes by the content of the weights and settings of the model; see
+    `sampled_digest`.
+    """
+    adapter = config.adapter
+    begin_from = None if adapter is None else adapter.begin_from
+    encoding = None if adapter is None else adapter.quantize_base
+    places = [model.folder, *([] if begin_from is None else [begin_from])]
+    weights = [weights_digest(place) for place in places]
+    state = [weights, encoding, config.compute_dtype]
+    digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
+    return folder / f"reference-{digest}.npy"
+
+
+def _before_training(
+    engine: ModelEngine, config: Config, files: Sequence[Samples], say: Say
+) -> None:
+    """Compute the reference for all pairs of the files.
+
+    That is not done if an earlier run computed it from equal weights. What that run
+    wrote is compared with a pass of this model: the first loss is ln 2, or the file is
+    written anew.
+    """
+    assert config.batch_size is not None, "a step needs a batch size"
+    size = config.batch_size
+    preference = Preference(engine.model, config.data.beta)
+    for samples in files:
+        path, pairs = (
+            reference_file(samples.folder, engine.model, config),
+            Pairs(samples),
+        )
+        if path.exists():
+            if is_reference(engine, preference, pairs, path, batch_size=size):
+                continue
+            say(f"data: {path} is of another model than this one")
+        say(f"data: log-probabilities of {len(pairs):,} pairs, once, to {path}")
+        write_reference(engine, preference, pairs, path, batch_size=size)
+
+
+def _loss(model: Model, config: Config) -> Callable:
+    return Preference(model, config.data.beta).loss
+
+
+def _spec(config: Config, rows: int, length: int) -> Spec:
+    reference = jax.ShapeDtypeStruct((rows, len(SIDES)), np.float32)
+    return pairs_spec(rows, length) | {"reference": reference}
+
+
+def _rows(samples: Samples, model: Model, config: Config) -> Referenced:
+    return Referenced(samples, reference_file(samples.folder, model, config))
+
+
+OBJECTIVE = Objective(
+    loss=_loss,
+    batch_spec=_spec,
+    rows=_rows,
+    tokenizing=pair_tokenizing,
+    before_training=_before_training,
+)

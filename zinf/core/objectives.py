@@ -1,0 +1,51 @@
+"""The objectives of fine-tuning: what configs and commands know of each before torch.
+
+A row here and a module of its name in `zinf.hf.objectives` are an objective.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the checks of a config and the options of commands go by.
+
+    Attributes:
+        goal: what the model learns, in words that follow its name.
+        lines: what a line of data has, for help; "" for all that others do not need.
+        num_sequences: sequences of tokens that a sample has.
+        rate: the default learning rate, as a multiple of that of sft.
+        predicts_next: the loss has a term for each token of a row, the entropy of the
+            next one. Such rows can be packed, shortened and batched by their tokens.
+        has_classes: whether `data.labels` names its classes.
+    """
+
+    goal: str
+    lines: str = ""
+    num_sequences: int = 1
+    rate: float = 1.0
+    predicts_next: bool = False
+    has_classes: bool = False
+
+
+OBJECTIVES = {
+    "sft": Traits("predict the next token", predicts_next=True),
+    "dpo": Traits(
+        "prefer chosen answers to rejected ones, https://arxiv.org/abs/2305.18290",
+        "chosen and rejected answers",
+        num_sequences=2,
+        # Such as 1e-6 of all weights: appendix B of the paper.
+        rate=0.1,
+    ),
+    "classification": Traits(
+        "give a text its label", "a text and its label", has_classes=True
+    ),
+}
+
+
+def in_help() -> str:
+    """The objectives in a sentence for `--help`."""
+    return "; ".join(
+        f"{name} for lines with {traits.lines}" if traits.lines else name
+        for name, traits in OBJECTIVES.items()
+    )

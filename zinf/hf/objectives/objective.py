@@ -1,0 +1,72 @@
+"""What an objective is: functions from lines to batches, and from those to a loss."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from zinf.core.config import Config
+from zinf.hf.dataset import Samples
+from zinf.hf.engine import ModelEngine
+from zinf.hf.model import Model, load
+from zinf.hf.samples import Tokenizing
+
+Spec = dict[str, jax.ShapeDtypeStruct]
+Say = Callable[[str], None]
+
+
+@cache
+def _loaded(name: str, random_ltd_layers: tuple[int, ...]) -> Model:
+    return load(name, random_ltd_layers=random_ltd_layers)
+
+
+def causal_model(config: Config) -> Model:
+    """The language model of a config; the same object each time."""
+    assert config.model is not None and config.model.huggingface is not None
+    kept = config.kept_tokens
+    model = _loaded(config.model.huggingface, () if kept is None else kept.layers)
+    model.check_whole()
+    return model
+
+
+def tokenizing(model: Model, **settings: Any) -> Tokenizing:
+    """How lines of texts, completions and conversations become samples."""
+    return Tokenizing(model.tokenizer, **settings)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a model is trained to do. The defaults are those of a causal model.
+
+    Attributes:
+        loss: `(model, config) -> loss`, a function of parameters by name, a batch and
+            maybe a key.
+        batch_spec: `(config, rows, length) -> shapes` of a batch of the longest
+            samples.
+        rows: `(samples, model, config) -> rows`, of which batches are made.
+        model: `config -> model`; the same object each time.
+        tokenizing: `(model, **settings) -> Tokenizing`: how lines become samples.
+        before_training: `(engine, config, samples, say)`, called before the first step:
+            it computes what batches need of the model as it is then, for the samples of
+            training and those of files of their own for evaluation.
+        settings_of_data: `(model, config) -> keys` of the data section that the config
+            leaves open and the files decide.
+    """
+
+    loss: Callable[[Model, Config], Callable]
+    batch_spec: Callable[[Config, int, int], Spec]
+    rows: Callable[[Samples, Model, Config], grain.sources.RandomAccessDataSource]
+    model: Callable[[Config], Model] = causal_model
+    tokenizing: Callable[..., Tokenizing] = tokenizing
+    before_training: (
+        Callable[[ModelEngine, Config, Sequence[Samples], Say], None] | None
+    ) = None
+    settings_of_data: Callable[[Model, Config], Mapping[str, Any]] | None = None
+
+
+def tokens_spec(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, np.int32)

@@ -1,0 +1,114 @@
+"""Pairs of answers, one chosen and one rejected: as samples, rows and probabilities."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.core.problem.weighted import Weighted
+from zinf.hf.batch import IGNORED
+from zinf.hf.dataset import Samples
+from zinf.hf.model import Batch, Model, Params
+from zinf.hf.records import tools_of
+from zinf.hf.samples import DROPPED, Reading, Tokenizing
+
+SIDES = ("chosen", "rejected")
+ANSWER_KEYS = ("input_ids", "labels")
+
+
+@dataclass(frozen=True)
+class PairTokenizing(Tokenizing):
+    """How lines with `chosen` and `rejected` become two samples each."""
+
+    def read(self, line: Any, where: str) -> Reading:
+        """The chosen and the rejected sample of a line: both, or none of them.
+
+        Both are texts or messages that follow `prompt`, or whole conversations.
+
+        Raises:
+            ValueError: the line has no such fields, or see `Tokenizing.read`.
+        """
+        if isinstance(line, Mapping):
+            line = {key: value for key, value in line.items() if value is not None}
+        if not isinstance(line, Mapping) or not line.keys() >= set(SIDES):
+            found = ", ".join(map(str, line)) if isinstance(line, Mapping) else line
+            raise ValueError(
+                f"{where}: with data.objective dpo a line must have prompt, chosen and "
+                f"rejected, or two conversations chosen and rejected; found {found}."
+            )
+        one = replace(self, completion_only=True)
+        tools = {"tools": tools_of(line, where)}
+        both = [
+            Tokenizing.read(
+                one, _answered(line, side, where) | tools, f"{where}, {side}"
+            )
+            for side in SIDES
+        ]
+        if not all(reading.samples for reading in both):
+            return DROPPED
+        chosen, rejected = (reading.samples[0] for reading in both)
+        return Reading((chosen, rejected), any(reading.is_cut for reading in both))
+
+
+def _answered(line: Mapping[str, Any], side: str, where: str) -> dict[str, Any]:
+    prompt, answer = line.get("prompt"), line[side]
+    is_conversation = isinstance(answer, list)
+    if is_conversation and isinstance(prompt, list):
+        return {"prompt": prompt, "completion": answer}
+    if is_conversation:
+        return {"messages": answer}
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f"{where}: {side} is a text, so prompt must be the text before it; found "
+            f"{prompt!r:.40}."
+        )
+    return {"prompt": prompt, "completion": answer}
+
+
+def pair_tokenizing(model: Model, **settings: Any) -> PairTokenizing:
+    return PairTokenizing(model.tokenizer, **settings)
+
+
+class Pairs(grain.sources.RandomAccessDataSource):
+    """Pairs of samples.
+
+    Args:
+        samples: chosen and rejected in turn.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples) // len(SIDES)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`input_ids` and `labels`, int32 (2, length)."""
+        both = [self.samples[len(SIDES) * index + side] for side in range(len(SIDES))]
+        return {name: np.stack([x[name] for x in both]) for name in ANSWER_KEYS}
+
+
+def pairs_spec(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of pairs."""
+    pairs = jax.ShapeDtypeStruct((rows, len(SIDES), length), np.int32)
+    return dict.fromkeys(ANSWER_KEYS, pairs)
+
+
+def log_probabilities(
+    model: Model, params: Params, batch: Batch, *key: jax.Array, train: bool = False
+) -> jax.Array:
+    """The log-probability of each answer, float32 (pairs, 2)."""
+    flat = {n: batch[n].reshape(-1, batch[n].shape[-1]) for n in ANSWER_KEYS}
+    found = model.log_probabilities(params, flat, *key, train=train)
+    return found.reshape(-1, len(SIDES))
+
+
+def over_pairs(losses: jax.Array, batch: Batch) -> Weighted:
+    """The sum of losses (pairs,); the weight is the number of pairs with a label."""
+    is_pair = (batch["labels"] != IGNORED).any(axis=(1, 2))
+    total = jnp.sum(jnp.where(is_pair, losses, 0.0))
+    return Weighted(total, jnp.sum(is_pair.astype(jnp.float32)))
