@@ -101,7 +101,7 @@ def report(case: str, found: dict[str, list[dict[str, float]]]) -> None:
 def run_case(case: str, place: Path) -> None:
     """In a process of its own: prints the parts as a line of JSON."""
     spent = Counter({"imports": 0.0})
-    import zinf.cli.problem as problems
+    import zinf.cli.task as tasks
 
     if case != "quickstart":
         import zinf.hf.engine
@@ -136,12 +136,12 @@ def run_case(case: str, place: Path) -> None:
 
     def described() -> Any:
         config, mesh = on_devices(source, overrides=own)
-        problems.problem(config)
+        tasks.task_of(config).arguments()
         return config, mesh
 
     config, mesh = timed(described, "described", spent)()
-    batch = next(iter(problems.dataset(config, "train")))
-    engine = timed(problems.make_engine, "engine", spent)(config, mesh)
+    batch = next(iter(tasks.task_of(config).dataset("train")))
+    engine = timed(tasks.make_engine, "engine", spent)(config, mesh)
     for part in ("first", "second"):
         timed(engine.step, part, spent)(batch)
     engine.close()

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zinf
-from zinf.cli.problem import dataset, num_model_parameters, problem
+from zinf.cli.task import task_of
 from zinf.core.optim.decision import NonFiniteError
 from zinf.data import PacedIterator, describe
 
@@ -121,9 +121,9 @@ def trained(way: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     """Losses of one run, until it has seen as many tokens as the baseline."""
     config = config_of(way, seed, asked)
     budget = asked.steps * asked.batch * asked.sequence_length
-    arguments, named = problem(config)
-    batches = iter(dataset(config, "train"))
-    validation = dataset(config, "validation")
+    arguments, named = task_of(config).arguments()
+    batches = iter(task_of(config).dataset("train"))
+    validation = task_of(config).dataset("validation")
     losses: list[float] = []
     curve: list[tuple[int, float, float]] = []
     tokens, layer_tokens, seconds = 0, 0.0, 0.0
@@ -164,7 +164,7 @@ def trained(way: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
         **{key: getattr(asked, key) for key in SETTINGS},
         "way": way,
         "seed": seed,
-        "parameters": num_model_parameters(config),
+        "parameters": task_of(config).num_parameters,
         "layer_tokens": layer_tokens / budget,
         "curve": curve,
         "losses": losses,

@@ -32,7 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zinf
-from zinf.cli.problem import dataset, gpt_config, problem
+from zinf.cli.gpt_task import gpt_config
+from zinf.cli.task import task_of
 from zinf.models import flops_per_token, init_and_loss, num_parameters
 
 DENSE = "dense"
@@ -82,11 +83,11 @@ def trained(way: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     """Losses of one run."""
     config = config_of(way, seed, asked)
     model = gpt_config(config)
-    (loss, init, optimizer, told), named = problem(config)
+    (loss, init, optimizer, told), named = task_of(config).arguments()
     # The balance of experts is no part of what models are compared by.
     _, entropy = init_and_loss(replace(model, aux_loss_coefficient=0.0), seed=seed)
-    batches = iter(dataset(config, "train"))
-    validation = dataset(config, "validation")
+    batches = iter(task_of(config).dataset("train"))
+    validation = task_of(config).dataset("validation")
     curve: list[tuple[int, float, float]] = []
     seconds = 0.0
     with zinf.initialize(

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zinf
-from zinf.cli.problem import dataset, problem
+from zinf.cli.task import task_of
 from zinf.core.trainer import Trainer
 from zinf.data import describe
 
@@ -72,9 +72,9 @@ def main() -> None:
     shutil.rmtree(asked.output, ignore_errors=True)
     asked.output.mkdir(parents=True)
     file = asked.output / "metrics.jsonl"
-    arguments, named = problem(config)
+    arguments, named = task_of(config).arguments()
     with zinf.initialize(*arguments, **named) as engine:
-        data = dataset(config, "train")
+        data = task_of(config).dataset("train")
         run = {"steps": asked.steps, "metrics": file, "log_every": asked.steps}
         Trainer(engine, data, describe=describe, **run).run()
     show([json.loads(line) for line in file.read_text().splitlines()])

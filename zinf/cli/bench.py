@@ -10,8 +10,8 @@ from statistics import median
 from rich.table import Table
 from tqdm import trange
 
-from zinf.cli.problem import dataset, heading, problem, refuse_teacher
 from zinf.cli.report import console
+from zinf.cli.task import heading, refuse_teacher, task_of
 from zinf.core.engine.initialize import initialize
 from zinf.core.machine.devices import on_devices
 from zinf.core.machine.rates_file import save_rates
@@ -43,9 +43,10 @@ def measure_steps(
     """
     config, mesh = on_devices(path, overrides=overrides)
     refuse_teacher(config, "zinf bench step")
-    arguments, named = problem(config)
+    task = task_of(config)
+    arguments, named = task.arguments()
     tell(heading(path, config))
-    batch = next(iter(dataset(config, "train")))
+    batch = next(iter(task.dataset("train")))
     found: list[Rates] = []
     seconds: list[float] = []
     with closing(initialize(*arguments, **named, mesh=mesh)) as engine:

@@ -166,7 +166,7 @@ def export(
     If a parameter has a master copy, that is written. The model's code is not needed.
     """
     from zinf.checkpoint import Saved
-    from zinf.cli.adapters import export_adapter, export_merged
+    from zinf.cli.task import task_with_adapters
     from zinf.core.config import Config
     from zinf.core.interchange import export_orbax, export_safetensors, find
     from zinf.core.interchange.sources import parameters
@@ -177,9 +177,10 @@ def export(
         written: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
         tensors = parameters(saved, weights)
         if adapter is not None:
-            export_adapter(Config.load(adapter), tensors, output)
+            task_with_adapters(Config.load(adapter)).write_adapter(tensors, output)
         elif to == Format.SAFETENSORS and merge is not None:
-            export_merged(Config.load(merge), tensors, output, _names(names), **written)
+            task = task_with_adapters(Config.load(merge))
+            task.write_merged(tensors, output, _names(names), **written)
         elif to == Format.SAFETENSORS:
             export_safetensors(tensors, output, names=_names(names), **written)
         elif names is not None:
@@ -223,8 +224,8 @@ def import_(
     from zinf.adapt.files import LORA_PATTERNS, names_of_base
     from zinf.checkpoint import Checkpoints
     from zinf.cli.places import has_any, place_of_checkpoints
-    from zinf.cli.problem import dataset, problem
     from zinf.cli.run_folder import held_run
+    from zinf.cli.task import task_of
     from zinf.cli.train import resume_command
     from zinf.core.engine.initialize import initialize
     from zinf.core.interchange import import_orbax, import_safetensors
@@ -241,7 +242,8 @@ def import_(
                 f"{folder} has checkpoints already. Name another run.output, or "
                 "another run.checkpoints."
             )
-        arguments, named = problem(loaded)
+        task = task_of(loaded)
+        arguments, named = task.arguments()
         name_of, kept = _names(names), list(keep or ())
         if loaded.adapter is not None:
             name_of = names_of_base(loaded.adapter, name_of)
@@ -257,7 +259,7 @@ def import_(
                 import_orbax(engine, source, **terms)
             else:
                 import_safetensors(engine, source, **terms)
-            batches = iter(dataset(loaded, "train")).get_state()
+            batches = iter(task.dataset("train")).get_state()
             with Checkpoints(folder, keep=loaded.run.keep_checkpoints) as checkpoints:
                 # The same keys that `Trainer` saves.
                 state = {"batches": batches, "num_skipped": 0}

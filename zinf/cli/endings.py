@@ -43,6 +43,9 @@ def say(text: str) -> None:
         complain(f"{_unwritable(error)} The run goes on without it.")
 
 
+def say_nothing(text: str) -> None: ...
+
+
 def lost_output() -> int | None:
     """The exit code if standard output takes nothing more, else None.
 

@@ -9,11 +9,9 @@ from time import perf_counter
 
 import optax
 
-from zinf import hf
 from zinf.checkpoint import Saved
 from zinf.cli.places import place_of_checkpoints
-from zinf.cli.problem import dataset, describing, is_huggingface, is_own, problem
-from zinf.core.config import Config
+from zinf.cli.task import task_of
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import make_planner
 from zinf.core.interchange import find
@@ -64,12 +62,12 @@ def print_run_evaluation(
     # What a teacher says is no part of the loss on held-out data.
     config = config.model_copy(update={"distillation": None})
     folder = find(place_of_checkpoints(config), step)
-    data = dataset(config, "validation")
+    task = task_of(config)
+    data = task.dataset("validation")
     count = config.run.evaluate_batches if num_batches is None else num_batches
     with Saved(folder) as saved:
-        (loss, params, _, told), named = problem(config)
-        if is_huggingface(config):
-            hf.Task(config).model.read_buffers()
+        (loss, params, _, told), named = task.arguments()
+        task.read_constants()
         changed = {"frozen": ("*",), "execution": "streamed"}
         frozen = told.model_copy(update=changed)
         batch = named.pop("batch")
@@ -83,7 +81,7 @@ def print_run_evaluation(
             losses, tokens, start = [], 0, perf_counter()
             for held_out in islice(data, count):
                 losses.append(engine.evaluate_weighted(held_out))
-                tokens += describing(config)(held_out)["tokens"]
+                tokens += task.describe(held_out)["tokens"]
             seconds = perf_counter() - start
     if not losses:
         raise ValueError(
@@ -91,19 +89,9 @@ def print_run_evaluation(
             "data.validation_fraction or data.evaluation_paths."
         )
     mean = sum(x.total for x in losses) / sum(x.weight for x in losses)
-    # Other losses are no entropies of tokens alone.
-    is_plain = config.data.traits.predicts_next and not is_own(config)
-    is_plain = is_plain and not _has_experts(config)
-    perplexity = f"perplexity {exp(mean):.6g}, " if is_plain and mean < 700 else ""
+    has_perplexity = task.is_entropy and mean < 700
+    perplexity = f"perplexity {exp(mean):.6g}, " if has_perplexity else ""
     tell(
         f"{saved.directory.parent}: loss {mean:.6g}, {perplexity}{tokens:,} tokens of "
         f"{len(losses)} batches, {tokens / seconds:,.1f} tokens/s"
     )
-
-
-def _has_experts(config: Config) -> bool:
-    """Whether the loss of zinf's own model has a term for the balance of experts."""
-    if config.model is None or config.model.huggingface is not None:
-        return False
-    given = config.model.num_experts
-    return any(given) if isinstance(given, tuple) else given > 0

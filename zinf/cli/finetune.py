@@ -8,13 +8,14 @@ import yaml
 
 from zinf import hf
 from zinf.cli.endings import say as _say
-from zinf.cli.problem import batch_size
+from zinf.cli.endings import say_nothing
 from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.train import train_held
 from zinf.core.config import Config
 from zinf.core.config.load import override
 from zinf.core.machine.devices import on_devices
 from zinf.core.objectives import OBJECTIVES
+from zinf.data.configured import batch_size
 from zinf.distributed import AbstractGroup
 
 CONFIG = "finetune.yaml"
@@ -75,8 +76,7 @@ def finetune_model(
         raw["data"] |= decided
         config = Config.load(raw, assumed)
     if not config.run.resume:
-        # Samples may take minutes to read.
-        hf.Task(config).model.check_files()
+        hf.Task(config).check_files()
     if counts_epochs:
         # The samples of a step depend on the number of devices.
         config, _ = on_devices(raw, overrides=assumed)
@@ -86,7 +86,7 @@ def finetune_model(
     check_places(config)
     with held_run(config, group):
         # First, for the config of the run is still the one that is compared.
-        check_resumed(config, decides(config), allow_changed, _say_nothing)
+        check_resumed(config, decides(config), allow_changed, say_nothing)
         run.mkdir(parents=True, exist_ok=True)
         path = run / CONFIG
         path.write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
@@ -185,6 +185,3 @@ def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:
             )
         return None
     return {"r": rank, "lora_alpha": float(ALPHA_OF_RANK * rank), **given}
-
-
-def _say_nothing(text: str) -> None: ...

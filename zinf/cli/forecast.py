@@ -1,37 +1,27 @@
 """`zinf plan --generate`: what generation costs, without weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import typer
-from flax import nnx
 from jax.sharding import Mesh
 from rich.table import Table
 
-from zinf import hf
-from zinf.adapt import adapt
 from zinf.cli.endings import INTERRUPTED
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors
 from zinf.cli.plan import on_machine, rates_note
-from zinf.cli.problem import gpt_config, is_huggingface
 from zinf.cli.report import console
+from zinf.cli.task import task_of
 from zinf.core.config import Config
-from zinf.core.engine.initialize import make_planner
 from zinf.core.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
 from zinf.core.program import Tier
-from zinf.core.step.planner import AtRest, Planner
+from zinf.core.step.planner import AtRest
 from zinf.core.text.complaint import tell
 from zinf.core.topology import Topology, only_read
 from zinf.inference import (
-    ROWS,
-    Decoder,
     Forecast,
     GenerationPlanner,
     Sampling,
@@ -42,8 +32,6 @@ from zinf.inference import (
     saturating,
     weight_bytes,
 )
-from zinf.models import GPT, GPTConfig, init_and_loss, num_parameters
-from zinf.models.gpt_decode import decode, init_cache
 
 COLUMNS = (
     "batch",
@@ -114,16 +102,18 @@ def plan_generation(
 def _print_forecasts(
     name: str, config: Config, mesh: Mesh, machine: Topology | None, asked: Asked
 ) -> int:
-    problem = _problem(config, mesh, machine, bucket(asked.prompt_length))
-    planner, decoder = problem.planner, problem.decoder
+    running = task_of(config).running(bucket(asked.prompt_length))
+    planner = running.planner(mesh=mesh, topology=machine)
+    decoder = running.decoder(planner)
     lengths = asked.prompt_length, asked.max_new_tokens
     check_length(*lengths, decoder.max_length, "The prompt")
     tell(
-        f"{name}: {problem.count:,} parameters, {show_bytes(planner.param_bytes)}, "
+        f"{name}: {running.num_parameters:,} parameters, "
+        f"{show_bytes(planner.param_bytes)}, "
         f"prompts of {lengths[0]:,} tokens and {lengths[1]:,} new ones",
     )
     try:
-        placed = planner.plan(planner.batch_spec(problem.batch))
+        placed = planner.plan(planner.batch_spec(running.batch))
     except InfeasibleError as error:
         tell(f"does not fit: {error}\n")
         return DOES_NOT_FIT
@@ -232,56 +222,3 @@ def _by_tier(resting: Mapping[Tier, int], plan: Plan) -> str:
         for tier, nbytes in resting.items()
         if nbytes
     )
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """A model to plan with: nothing is trained, and parameters are shapes.
-
-    Attributes:
-        count: its parameters, however they are stored.
-        batch: shapes of the batch for which room is left beside the weights.
-    """
-
-    count: int
-    planner: Planner
-    batch: Any
-    decoder: Decoder
-
-
-def _problem(
-    config: Config, mesh: Mesh, machine: Topology | None, length: int
-) -> _Problem:
-    """The model of a config, opened as `zinf generate` opens a folder."""
-    if is_huggingface(config):
-        assert config.model is not None
-        model = hf.load_as_stored(str(config.model.huggingface))
-        run = hf.running(model, config, rows=ROWS, length=length)
-        planner = run.planner(mesh=mesh, topology=machine)
-        count = model.num_parameters
-        return _Problem(count, planner, run.batch, run.decoder(planner))
-    shape = replace(gpt_config(config), dropout=0.0)
-    init, loss = init_and_loss(shape, seed=config.run.seed)
-    tokens = (ROWS, min(length, shape.max_length) + 1)
-    batch = {"tokens": jax.ShapeDtypeStruct(tokens, np.int32)}
-    arguments, adapted = (loss, init), None
-    if config.weight_quantization is not None:
-        kept = config.weight_quantization
-        adapted = adapt(loss, init, quantization=kept, batch=batch)
-        arguments = adapted.loss_fn, adapted.params
-    quiet = config.without_training().told()
-    on = {"mesh": mesh, "topology": machine}
-    planner = make_planner(*arguments, optax.identity(), quiet, **on)
-    decoder = _gpt_decoder(shape, jnp.dtype(config.compute_dtype))
-    if adapted is not None:
-        decoder = replace(decoder, apply=adapted.applied(decoder.apply))
-    return _Problem(num_parameters(shape), planner, batch, decoder)
-
-
-def _gpt_decoder(shape: GPTConfig, dtype: Any) -> Decoder:
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(shape, rngs=nnx.Rngs(0))))
-
-    def apply(params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        return decode(nnx.merge(graphdef, params), tokens, cache)
-
-    return Decoder(apply, partial(init_cache, shape, dtype=dtype), shape.max_length)

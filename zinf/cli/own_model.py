@@ -1,4 +1,4 @@
-"""The loss and parameters that a function of the user makes: `model.function`.
+"""A task whose loss and parameters a function of the user makes: `model.function`.
 
 The function returns `(loss_fn, params)`, as `zinf.initialize` takes them, or a dict of
 arguments of `zinf.initialize` by name. A batch is that of the config's data: {"tokens":
@@ -16,11 +16,32 @@ from typing import Any
 
 from xxhash import xxh3_128
 
+from zinf.cli.gpt_task import ALONE, Arguments, GptTask
 from zinf.core.config import Config
 from zinf.core.config.nearest import did_you_mean
+from zinf.core.optim.transforms.factory import build_optimizer
+from zinf.distributed import AbstractGroup
 
 NAMED = ("rng", "has_aux", "eval_loss_fn", "model_state", "state_rules")
 KEYS = ("loss_fn", "params", *NAMED)
+
+
+class FunctionTask(GptTask):
+    """A task of a model whose parts are not known; what needs them is refused."""
+
+    num_parameters = None
+    is_entropy = False
+    _knows_weights = False
+
+    def arguments(self, group: AbstractGroup = ALONE) -> Arguments:
+        named = own_arguments(self.config)
+        loss, params = named.pop("loss_fn"), named.pop("params")
+        named = {"rng": None, "batch": self.batch_spec(group)} | named
+        tx = build_optimizer(self.config)
+        return (loss, params, tx, self.config.told()), named
+
+    def digests(self) -> dict[str, str]:
+        return super().digests() | {"model.function.content": code_digest(self.config)}
 
 
 def own_arguments(config: Config) -> dict[str, Any]:

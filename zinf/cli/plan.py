@@ -11,16 +11,8 @@ from jax.sharding import Mesh
 
 from zinf.cli.endings import INTERRUPTED
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors
-from zinf.cli.problem import (
-    devices,
-    heading,
-    is_own,
-    num_model_parameters,
-    num_tokens,
-    problem,
-    title,
-)
 from zinf.cli.report import console
+from zinf.cli.task import devices, heading, num_tokens, task_of, title
 from zinf.cli.teacher import plan_teacher
 from zinf.core.config import Config, grouping
 from zinf.core.engine.initialize import make_planner
@@ -66,7 +58,7 @@ def plan_config(
             tell(heading(path, config))
             try:
                 with beside_teacher(config, mesh, machine) as config:
-                    arguments, named = problem(config)
+                    arguments, named = task_of(config).arguments()
                     batch = named.pop("batch")
                     planner = make_planner(
                         *arguments, **named, mesh=mesh, topology=machine
@@ -76,11 +68,10 @@ def plan_config(
                 tell(f"does not fit: {error}\n")
                 return DOES_NOT_FIT
             tell(f"fits: {_shown(made, every)}\n")
-            if is_own(config):
+            count = task_of(config).num_parameters
+            if count is None:
                 leaves = jax.tree.leaves(planner.problem.abstract_params)
                 count = sum(leaf.size for leaf in leaves)
-            else:
-                count = num_model_parameters(config)
             tell(
                 describe_state(
                     planner.problem, planner.separated, num_parameters=count

@@ -5,11 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zinf import hf
 from zinf.cli.changes import Changed, check_changed, told
-from zinf.cli.own_model import code_digest
 from zinf.cli.places import has_any, place_of_checkpoints
-from zinf.cli.problem import data_digest, is_huggingface, is_own
+from zinf.cli.task import task_of
 from zinf.core.config import Config
 from zinf.core.config.deciding import deciding
 from zinf.core.memory.lock_file import lock_beside, lock_of_folder, locked
@@ -70,16 +68,9 @@ def check_places(config: Config) -> None:
 def decides(config: Config) -> dict[str, Any]:
     """The settings and the content of files that decide the numbers of a run.
 
-    They are compared when it resumes. The weights of a model's files are among them if
-    they are frozen: else they are in the checkpoint. The code of a model of the user is
-    among them too.
+    They are compared when it resumes.
     """
-    found = deciding(config) | {"data.content": data_digest(config)}
-    if is_own(config):
-        found["model.function.content"] = code_digest(config)
-    if is_huggingface(config) and config.adapter is not None:
-        found["model.weights"] = hf.Task(config).model.digest
-    return found
+    return deciding(config) | task_of(config).digests()
 
 
 def check_resumed(

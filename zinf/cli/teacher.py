@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from zinf import models
 from zinf.checkpoint import Place, Saved
 from zinf.cli.evaluate import SavedEngine
+from zinf.cli.gpt_task import GptTask, gpt_config
 from zinf.cli.places import place_of_checkpoints
-from zinf.cli.problem import gpt_config, is_huggingface, problem
 from zinf.core.config import Config, grouping
 from zinf.core.engine.initialize import make_planner
 from zinf.core.interchange import find
@@ -165,7 +165,7 @@ def plan_teacher(
         on = group_devices(machine.devices(), grouping(path, ()))
     config, on = on_devices(path, on)
     _check(config, student)
-    named = problem(student)[1]
+    named = GptTask(student).arguments()[1]
     batch = dict(named["batch"])
     logits_spec = batch.pop(TEACHER_LOGITS)
     budgets = Resources(student, mesh, Alone(), machine).capacity
@@ -201,7 +201,8 @@ def plan_teacher(
 def _check(teacher: Config, student: Config) -> None:
     """Raise if a model cannot be the teacher of another one."""
     unknown = {
-        "model.huggingface": is_huggingface(teacher),
+        "model.huggingface": teacher.model is not None
+        and teacher.model.huggingface is not None,
         "adapter": teacher.adapter is not None,
     }
     for name in (name for name, is_used in unknown.items() if is_used):

@@ -12,23 +12,21 @@ from typing import Any
 import grain
 from jax.sharding import Mesh
 
-from zinf import hf
 from zinf.checkpoint import Checkpoints, Place
 from zinf.cli.changes import Changed
 from zinf.cli.endings import say as _say
+from zinf.cli.endings import say_nothing
 from zinf.cli.places import has_any, place_of_checkpoints
-from zinf.cli.problem import (
-    dataset,
-    describing,
+from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
+from zinf.cli.task import (
     devices,
     heading,
-    is_huggingface,
     learning_rate,
     make_engine,
     num_tokens,
+    task_of,
     title,
 )
-from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.teacher import plan_teacher
 from zinf.core.config import Config
 from zinf.core.engine.engine import Engine
@@ -61,7 +59,7 @@ def train_config(
         StorageError: another run writes to the same folder; the message says which.
     """
     config, mesh = on_devices(path, overrides=overrides)
-    _check_exports(config)
+    task_of(config).check_exports()
     check_places(config)
     with held_run(config, group):
         train_held(
@@ -88,8 +86,9 @@ def train_held(
     allow_changed: Sequence[str],
 ) -> None:
     """`train_config` in a folder that is held; see `held_run`."""
-    if is_huggingface(config) and not config.run.resume:
-        hf.Task(config).model.check_files()
+    task = task_of(config)
+    if not config.run.resume:
+        task.check_files()
     if group.count > 1:
         if config.distillation is not None:
             raise NotImplementedError(
@@ -98,31 +97,27 @@ def train_held(
                 "distillation=null."
             )
         group.agree(_alike(config))
-    say = _say if group.is_first else _say_nothing
+    say = _say if group.is_first else say_nothing
     content: dict[str, Any] = {}
     changes: list[dict[str, Any]] = []
     changed: Changed = {}
     # It says which text it extracts, so it comes before the content is compared.
-    data = dataset(config, "train", group, say=say)
+    data = task.dataset("train", group, say=say)
     if group.is_first:
         content = decides(config)
         changes, changed = check_resumed(config, content, allow_changed, say)
     evaluates = config.run.evaluate_every is not None
     evaluation_data = None
     if evaluates:
-        # Files of text are those of training, and were named already.
-        tells = say if is_huggingface(config) else _say_nothing
-        evaluation_data = dataset(
-            config, "validation", group, say=lambda text: tells(f"evaluation {text}")
+        evaluation_data = task.dataset(
+            "validation", group, say=lambda text: say(f"evaluation {text}")
         )
     say(heading(path, config))
     with ExitStack() as opened:
         engine, data = _opened(config, mesh, group, data, opened, say)
         of_rates = said_of_rates(engine.plan)
         say(f"{engine.plan.summary()}\n{of_rates}".rstrip() + "\n")
-        if is_huggingface(config):
-            assert isinstance(engine, hf.ModelEngine)
-            hf.Task(config).before_training(engine, say)
+        task.before_training(engine, say)
         output = config.run.output
         folder = place_of_checkpoints(config)
         metrics = config.run.metrics or output / METRICS
@@ -169,7 +164,7 @@ def train_held(
                 trace_steps=trace_steps,
                 log_every=config.log_every,
                 learning_rate=learning_rate(config),
-                describe=describing(config),
+                describe=task.describe,
             )
             try:
                 trainer.run()
@@ -178,14 +173,7 @@ def train_held(
                 if has_saved and not group.goes_on_by_itself:
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
-        if config.run.export is not None:
-            _export(engine, config.run.export, config.run.weights)
-            say(f"The tuned model is in {config.run.export}.")
-        if config.run.export_adapter is not None:
-            assert isinstance(engine, hf.ModelEngine)
-            kind = config.run.weights
-            hf.export_adapter(engine, config.run.export_adapter, kind=kind)
-            say(f"The adapter is in {config.run.export_adapter}.")
+        task.export(engine, say)
     say(f"The metrics of each step are in {metrics}.")
     if trace is not None and trace.exists():
         picture = shlex.join(["zinf", "plot", str(trace)])
@@ -215,31 +203,6 @@ def _opened(
     with teacher.named_in_errors():
         engine = make_engine(beside, mesh, group)
     return opened.enter_context(closing(engine)), at_work.taught(data)
-
-
-def _check_exports(config: Config) -> None:
-    """Refuse an export that cannot be made, before the run and not after it."""
-    run = config.run
-    asked = [k for k in ("export", "export_adapter") if getattr(run, k) is not None]
-    if asked and not is_huggingface(config):
-        raise ValueError(
-            f"run.{asked[0]} writes models of model.huggingface only. Remove it, and "
-            "use zinf checkpoint export for this model."
-        )
-    if run.export_adapter is not None and config.adapter is None:
-        raise ValueError(
-            "run.export_adapter names a folder, and the config has no adapter section. "
-            "Remove it, or add one, such as adapter: {r: 16}."
-        )
-
-
-def _export(engine: Engine, folder: Path, kind: str) -> None:
-    assert isinstance(engine, hf.ModelEngine)
-    # As `transformers` keeps models: half the size of the masters.
-    hf.export(engine, folder, kind=kind, dtype=engine.config.compute_dtype)
-
-
-def _say_nothing(text: str) -> None: ...
 
 
 def _alike(config: Config) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from zinf import hf
-from zinf.cli.problem import heading, is_huggingface, problem, refuse_teacher
 from zinf.cli.report import console
+from zinf.cli.task import heading, refuse_teacher, task_of
 from zinf.core.machine.devices import on_devices
 from zinf.core.text.complaint import tell
 from zinf.core.verification.verify import verify
@@ -22,13 +22,9 @@ def verify_config(
     """
     config, mesh = on_devices(path, overrides=overrides)
     refuse_teacher(config, "zinf verify")
-    if is_huggingface(config):
-        raise NotImplementedError(
-            "zinf verify does not train models of transformers beside plain jax. Give "
-            "the folder of the model in place of the config: its class is compared "
-            "with torch."
-        )
-    (loss_fn, init, tx, config), named = problem(config)
+    task = task_of(config)
+    task.check_verified()
+    (loss_fn, init, tx, config), named = task.arguments()
     specs = named.pop("batch")
     # The loss of evaluations has no part in training.
     named.pop("eval_loss_fn", None)

@@ -12,6 +12,15 @@ from zinf.data.curriculum import DifficultyIndex, Metric
 from zinf.data.paced import TOKENS, Dropping, Paced
 
 
+def batch_size(config: Config) -> int:
+    if config.batch_size is None:
+        raise ValueError(
+            "The config does not say how many samples a step has. Set train_batch_size "
+            "or train_micro_batch_size_per_gpu."
+        )
+    return config.batch_size
+
+
 def difficulties(
     config: Config,
 ) -> Callable[[int, Mapping[str, Any]], Sequence[Metric]] | None:

@@ -154,6 +154,10 @@ class Running:
     config: Config
     batch: dict[str, jax.ShapeDtypeStruct]
 
+    @property
+    def num_parameters(self) -> int:
+        return self.model.num_parameters
+
     def planner(self, *, mesh: Mesh, topology: Topology | None) -> Planner:
         """Plans for a machine that may be absent; no weight is needed."""
         config = self.config.told()

@@ -14,8 +14,9 @@ import optax
 from jax.sharding import Mesh
 from xxhash import xxh3_128
 
-from zinf.adapt import Adapted
+from zinf.adapt import Adapted, MergedTensors
 from zinf.core.config import Config
+from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.data import (
     Bucket,
@@ -23,9 +24,10 @@ from zinf.data import (
     make_buckets,
     rate_scale,
 )
-from zinf.data.configured import difficulties, paced
+from zinf.data.configured import batch_size, difficulties, paced
 from zinf.data.filled import Filled
-from zinf.distributed import AbstractGroup
+from zinf.data.text import Split
+from zinf.distributed import AbstractGroup, Alone
 from zinf.hf.analysis import about_rows
 from zinf.hf.dataset import (
     Samples,
@@ -37,12 +39,24 @@ from zinf.hf.dataset import (
     tokenized,
     without_labels,
 )
-from zinf.hf.engine import ModelEngine, adapted_model, draws, freezing, initialize
+from zinf.hf.engine import (
+    ModelEngine,
+    Running,
+    adapted_model,
+    draws,
+    freezing,
+    initialize,
+    running,
+)
+from zinf.hf.export import export, export_adapter, write_adapter, write_model
 from zinf.hf.folder import SMALL_FILES
-from zinf.hf.model import IGNORED, Model
+from zinf.hf.model import IGNORED, Model, load_as_stored
 from zinf.hf.objectives import objective_of
 from zinf.hf.objectives.objective import Objective
 from zinf.hf.packing import Packed
+from zinf.inference import ROWS
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True)
@@ -92,9 +106,20 @@ class Task:
             rows = self.config.num_microbatches * bucket.rows
         return self.objective.batch_spec(self.config, rows, self.length)
 
-    def arguments(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    @property
+    def num_parameters(self) -> int:
+        return self.model.num_parameters
+
+    @property
+    def is_entropy(self) -> bool:
+        return self.config.data.traits.predicts_next
+
+    def arguments(
+        self, group: AbstractGroup = ALONE
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `zinf.initialize` to plan with: parameters of 0."""
         model, config, rng = self.model, self.config, self._rng
+        rows = batch_size(config) // group.count
         named: dict[str, Any] = {"rng": rng, "batch": self.batch_spec(rows)}
         tx, told = build_optimizer(config), config.told()
         if config.adapter is None:
@@ -107,10 +132,9 @@ class Task:
         """The model with the adapters of the config, of which only shapes are known.
 
         Raises:
-            ValueError: the config has no adapter section, or see `adapted_model`.
+            ValueError: see `adapted_model`.
         """
-        if self.config.adapter is None:
-            raise ValueError("The config has no adapter section.")
+        assert self.config.adapter is not None
         return adapted_model(
             self.model,
             self.config.adapter,
@@ -124,10 +148,10 @@ class Task:
         config = self.config
         return jax.random.key(config.run.seed) if draws(self.model, config) else None
 
-    def engine(self, rows: int, *, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
+    def engine(self, mesh: Mesh, group: AbstractGroup = ALONE) -> ModelEngine:
         """An engine with the weights of the model's files."""
         model, config = self.model, self.config
-        data = self.token_batches()
+        rows, data = batch_size(config) // group.count, self.token_batches()
         return initialize(
             model,
             build_optimizer(config, self.rate_scale()),
@@ -176,11 +200,83 @@ class Task:
             say=say,
         )
 
-    def data_digest(self) -> str:
-        """A digest of the files that are trained on, in order."""
+    def running(self, length: int) -> Running:
+        """The model as `zinf generate` opens it, for prompts of so many tokens."""
+        assert self.config.model is not None
+        model = load_as_stored(str(self.config.model.huggingface))
+        return running(model, self.config, rows=ROWS, length=length)
+
+    def digests(self) -> dict[str, str]:
+        """Digests of the files that are trained on, in order, and of frozen weights.
+
+        Weights that are trained are in the checkpoint.
+        """
         paths = self.config.data.paths
         paths = () if isinstance(paths, str) else paths
-        return xxh3_128(json.dumps([*map(content_of, paths)]).encode()).hexdigest()
+        content = json.dumps([*map(content_of, paths)]).encode()
+        found = {"data.content": xxh3_128(content).hexdigest()}
+        if self.config.adapter is not None:
+            found["model.weights"] = self.model.digest
+        return found
+
+    def check_files(self) -> None:
+        """Refuse files of the model that cannot be read; samples may take minutes."""
+        self.model.check_files()
+
+    def check_exports(self) -> None:
+        """Refuse an export that cannot be made, before the run and not after it."""
+        if self.config.run.export_adapter is not None and self.config.adapter is None:
+            raise ValueError(
+                "run.export_adapter names a folder, and the config has no adapter "
+                "section. Remove it, or add one, such as adapter: {r: 16}."
+            )
+
+    def check_verified(self) -> None:
+        """Refuse what `zinf verify` does not train beside plain jax."""
+        raise NotImplementedError(
+            "zinf verify does not train models of transformers beside plain jax. Give "
+            "the folder of the model in place of the config: its class is compared "
+            "with torch."
+        )
+
+    def read_constants(self) -> None:
+        """Read the buffers of the files, which are constants of the loss."""
+        self.model.read_buffers()
+
+    def export(self, engine: Any, say: Callable[[str], None]) -> None:
+        """Write what `run.export` and `run.export_adapter` ask for, after the run."""
+        run = self.config.run
+        if run.export is not None:
+            # As `transformers` keeps models: half the size of the masters.
+            dtype = engine.config.compute_dtype
+            export(engine, run.export, kind=run.weights, dtype=dtype)
+            say(f"The tuned model is in {run.export}.")
+        if run.export_adapter is not None:
+            export_adapter(engine, run.export_adapter, kind=run.weights)
+            say(f"The adapter is in {run.export_adapter}.")
+
+    def write_adapter(self, tensors: AbstractTensors, output: Path) -> None:
+        """Write the adapters among parameters of a checkpoint, as PEFT does."""
+        write_adapter(self.adapted(), tensors, self.model, output)
+
+    def write_merged(
+        self,
+        tensors: AbstractTensors,
+        output: Path,
+        names: Mapping[str, str] | None,
+        **written: Any,
+    ) -> None:
+        """Write the model with its adapters added, in the form of its files.
+
+        Raises:
+            ValueError: `names` are given: a model of transformers has its own.
+        """
+        merged = MergedTensors(self.adapted(), tensors)
+        if names is not None:
+            raise ValueError(
+                "--names is for zinf's own model: one of transformers has its names."
+            )
+        write_model(merged, self.model, output, **written)
 
     def settings_of_data(self) -> Mapping[str, Any]:
         """Keys of the data section that the config leaves open and its files decide.
@@ -287,7 +383,7 @@ class Task:
         )
         return self.objective.rows(samples, model, self.config)
 
-    def before_training(self, engine: ModelEngine, say: Callable[[str], None]) -> None:
+    def before_training(self, engine: Any, say: Callable[[str], None]) -> None:
         """Compute what batches need of the model as it is before the first step."""
         before, config = self.objective.before_training, self.config
         if before is None:
@@ -320,14 +416,14 @@ class Task:
 
     def dataset(
         self,
-        batch_size: int,
+        split: Split,
+        group: AbstractGroup = ALONE,
         *,
-        is_training: bool,
-        group: AbstractGroup,
-        say: Callable[[str], None],
+        say: Callable[[str], None] = lambda text: None,
     ) -> grain.IterDataset:
         """This process's share of the batches."""
         config, process = self.config, (group.index, group.count)
+        size, is_training = batch_size(config), split == "train"
         data = self.token_batches(say, process=process) if is_training else None
         if data is not None:
             shapes = ", ".join(f"{data.num_rows(b)} x {b.length}" for b in data.buckets)
@@ -343,10 +439,10 @@ class Task:
             told = about_rows(rows, config.data.validation_fraction)
             metrics = drawn(len(rows), told)
         found = batches(
-            rows if is_training else Filled(rows, batch_size, without_labels),
-            batch_size=batch_size,
+            rows if is_training else Filled(rows, size, without_labels),
+            batch_size=size,
             seed=seed,
-            split="train" if is_training else "validation",
+            split=split,
             num_epochs=num_epochs if is_training else 1,
             metrics=metrics,
             process=process,

@@ -13,7 +13,7 @@ from tests.unit.data.test_resume import (
     pace,
     share,
 )
-from zinf.cli.problem import dataset
+from zinf.cli.task import task_of
 from zinf.core.config import Config
 from zinf.core.config.pace import Pace, counted_steps
 from zinf.core.config.pacing import Pacing
@@ -202,12 +202,12 @@ def test_the_sections_of_a_config_become_the_paces_of_the_training_data():
         },
     }
     config = Config.load(raw)
-    made = dataset(config, "train")
+    made = task_of(config).dataset("train")
     assert isinstance(made, Paced) and made.reshapes
     assert made.length is not None and made.length.buckets == (8, 16, 24, 32)
     assert made.dropping is not None and made.dropping.num_layers == 1
     assert (made.dropping.kept.first, made.dropping.seed) == (0, 3)
-    assert isinstance(dataset(config, "validation"), Share)
+    assert isinstance(task_of(config).dataset("validation"), Share)
     # The rows of a batch are more than train_batch_size, in whole pieces of samples.
     batch = next(iter(made))
     assert batch["tokens"].shape == (16, 9)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.hf.models import TOKENS, llama, metrics_of, run, save, tokenizer, write
 from zinf import hf
-from zinf.cli.problem import dataset
+from zinf.cli.task import task_of
 from zinf.core.config import Config
 from zinf.data import Paced
 
@@ -53,7 +53,7 @@ def curriculum(raw, **metrics):
 
 
 def data_of(raw):
-    return dataset(Config.load(raw), "train")
+    return task_of(Config.load(raw)).dataset("train")
 
 
 def taken(raw, count=9):

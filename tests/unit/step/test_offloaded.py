@@ -10,8 +10,9 @@ import pytest
 
 import zinf
 from tests.marks import drawn
+from zinf.cli.gpt_task import gpt_config
 from zinf.cli.plan import on_machine
-from zinf.cli.problem import gpt_config, problem
+from zinf.cli.task import task_of
 from zinf.core.engine.initialize import make_planner
 from zinf.core.program import Tier
 from zinf.core.topology import host_copies, memory, parse_topology
@@ -119,7 +120,7 @@ def test_passes_and_updates_of_the_13b_config_have_pinned_operands_on_an_absent_
     # One microbatch compiles in half of the time of sixteen.
     overrides += ["memory.nvme_capacity=null", "train_batch_size=4"]
     config, mesh, machine = on_machine(CONFIG, overrides, "h200:1")
-    arguments, named = problem(config)
+    arguments, named = task_of(config).arguments()
     planner = make_planner(*arguments, rng=named["rng"], mesh=mesh, topology=machine)
     made = planner.plan_batch(named["batch"])
     found = memory(made.program.step)
