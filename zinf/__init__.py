@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from zinf.core.process.malloc import tune_malloc as tune_malloc
     from zinf.core.sharding import mesh as mesh
     from zinf.core.sharding.mesh import make_mesh as make_mesh
+    from zinf.core.trainer import Hook as Hook
     from zinf.core.trainer import Trainer as Trainer
     from zinf.core.verification.verify import verify as verify
     from zinf.models.random_ltd import random_ltd as random_ltd
@@ -47,6 +48,7 @@ make_lazy(
     {
         "Config": "zinf.core.config",
         "Engine": "zinf.core.engine.engine",
+        "Hook": "zinf.core.trainer",
         "Trainer": "zinf.core.trainer",
         "Weighted": "zinf.core.problem.weighted",
         "close_all": "zinf.core.engine.engine",

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 
-import zinf.core.trainer
+import zinf.core.engine.engine
 from zinf.cli import app
 from zinf.core.engine.engine import Engine
 from zinf.core.memory.residents import Residents
@@ -57,7 +57,7 @@ def main(deed: str, at_step: str, *arguments: str) -> None:
             DEEDS[deed](engine)
         return take(engine, batch)
 
-    zinf.core.trainer.Engine.step = step
+    zinf.core.engine.engine.Engine.step = step
     if deed != "nothing":
         Residents.read_share = later(Residents.read_share)
     app(list(arguments))

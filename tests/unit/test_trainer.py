@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from time import sleep
@@ -32,7 +33,7 @@ from zinf.core.optim.decision import NonFiniteError
 from zinf.core.plan import Link
 from zinf.core.process.termination import Terminated
 from zinf.core.program import Tier
-from zinf.core.trainer import Trainer
+from zinf.core.trainer import Hook, Trainer
 from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
 from zinf.observe import CsvFiles, JsonLines, Progress, TraceFile, read_trace
@@ -108,6 +109,29 @@ def losses(path: Path) -> list[tuple[float, ...]]:
 
 def saved_steps(checkpoints: Checkpoints) -> set[str]:
     return {path.name for path in checkpoints.directory.iterdir()}
+
+
+def test_hooks_are_called_every_so_many_steps_and_add_to_the_metrics(
+    open_engine, tmp_path
+):
+    called: dict[str, list[int]] = {"each": [], "third": [], "end": [], "never": []}
+
+    def note(name: str, metrics: dict[str, Any]) -> None:
+        called[name].append(metrics["step"])
+        metrics[name] = len(called[name])
+
+    hooks = [
+        Hook(partial(note, "each")),
+        Hook(partial(note, "third"), every=3),
+        Hook(partial(note, "end"), every=3, at_end=True),
+        Hook(partial(note, "never"), every=None, at_end=True),
+    ]
+    path = tmp_path / "metrics.jsonl"
+    train(open_engine(), 7, metrics=path, hooks=hooks)
+    steps = [*range(1, 8)]
+    assert called == {"each": steps, "third": [3, 6], "end": [3, 6, 7], "never": []}
+    assert [line["each"] for line in lines(path)] == steps
+    assert [line.get("end") for line in lines(path)][-2:] == [2, 3]
 
 
 @pytest.mark.parametrize(
