@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,6 @@ from zinf.core.segment import (
 )
 from zinf.distributed import AbstractGroup
 from zinf.inference import Decoder
-from zinf.models.gpt import GPT, token_scores
-from zinf.models.gpt_config import GPTConfig
-from zinf.models.gpt_decode import decode, init_cache
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +39,34 @@ ORDER = (
 )
 
 
+@runtime_checkable
+class Decodes(Protocol):
+    """What a module has that says how it completes prompts and scores tokens.
+
+    With it `engine.generate` needs no decoder, and `engine.log_probabilities` works.
+    `zinf.inference.Decoder` says what the methods return. `zinf.models.GPT` has them.
+
+    Attributes:
+        max_length: the most tokens of a sequence; None if there is no limit.
+        like_cache: key path of the parameter whose dtype a cache has.
+    """
+
+    max_length: int | None
+    like_cache: str
+
+    def init_cache(self, starts: jax.Array, length: int, *, dtype: Any) -> Any: ...
+
+    def decode(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]: ...
+
+    def token_scores(self, batch: Any) -> jax.Array: ...
+
+
 class ModuleEngine(Engine):
     """An engine that also returns the trained module; made by `initialize`."""
 
     _graphdef: Any
     _module: nnx.Module | None
-    _gpt_config: GPTConfig | None
+    _decodes: Decodes | None
 
     def update_module(self) -> nnx.Module:
         """Write the trained parameters and the state into the module, and return it.
@@ -87,16 +106,17 @@ class ModuleEngine(Engine):
         return partial(_ModuleFunction, self._graphdef)
 
     def _token_scores(self) -> Callable:
-        return super()._token_scores() if self._gpt_config is None else token_scores
+        model = self._decodes
+        return super()._token_scores() if model is None else type(model).token_scores
 
     def _decoder(self, given: Decoder | None) -> Decoder:
-        """The given decoder, whose `apply` takes the module, or that of a `GPT`."""
-        config = self._gpt_config
-        if given is not None or config is None:
+        """The given decoder, whose `apply` takes the module, or the module's own."""
+        model = self._decodes
+        if given is not None or model is None:
             return super()._decoder(given)
-        table = self.planner.problem.params["token_embedding"]
-        init = partial(init_cache, config, dtype=table.compute.dtype)
-        return Decoder(decode, init, config.max_length)
+        dtype = self.planner.problem.params[model.like_cache].compute.dtype
+        init = partial(model.init_cache, dtype=dtype)
+        return Decoder(type(model).decode, init, model.max_length)
 
 
 def initialize(
@@ -174,7 +194,7 @@ def initialize(
     )
     engine = ModuleEngine(measuring(planner), rng)
     engine._graphdef, engine._module = split.graphdef, given
-    engine._gpt_config = shapes.config if isinstance(shapes, GPT) else None
+    engine._decodes = shapes if isinstance(shapes, Decodes) else None
     if batch is not None:
         engine.prepare(batch)
     return engine

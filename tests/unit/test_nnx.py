@@ -225,3 +225,41 @@ def test_a_change_inside_a_transform_is_refused():
 
     with pytest.raises(ValueError, match="changed the parameter 'linear/bias'"):
         zinf.nnx.initialize(changing, create, SGD, FUSED, batch=batches()[0])
+
+
+class Bigram(nnx.Module):
+    """A model that says how it decodes and scores: `zinf.nnx.Decodes`."""
+
+    max_length, like_cache = 8, "table"
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (DIM, DIM)))
+
+    def init_cache(self, starts, length, *, dtype):
+        return {"starts": starts, "unused": jnp.zeros((len(starts), length), dtype)}
+
+    def decode(self, tokens, cache):
+        return self.table[tokens[:, -1]], cache
+
+    def token_scores(self, batch):
+        logits = jax.nn.log_softmax(self.table[batch["tokens"][:, :-1]])
+        return jnp.take_along_axis(logits, batch["tokens"][:, 1:, None], 2)[..., 0]
+
+
+def test_a_module_that_says_how_it_decodes_generates_and_is_scored():
+    def loss(module, batch):
+        return -module.token_scores(batch).mean()
+
+    batch = {"tokens": np.arange(2 * DIM, dtype=np.int32).reshape(2, DIM) % DIM}
+    module = Bigram(rngs=nnx.Rngs(0))
+    table = np.asarray(module.table[...])
+    with zinf.nnx.initialize(loss, module, SGD, FUSED, batch=batch) as engine:
+        [found] = engine.generate([[3, 1]], max_new_tokens=4)
+        scores = engine.log_probabilities(batch)
+    wanted = [1]
+    for _ in found:
+        wanted.append(int(table[wanted[-1]].argmax()))
+    assert found == wanted[1:]
+    probabilities = np.exp(table) / np.exp(table).sum(1, keepdims=True)
+    expected = np.log(probabilities)[batch["tokens"][:, :-1], batch["tokens"][:, 1:]]
+    np.testing.assert_allclose(scores, expected, atol=1e-6)

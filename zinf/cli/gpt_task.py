@@ -32,7 +32,6 @@ from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.inference import ROWS, Decoder
 from zinf.models import GPT, GPTConfig
-from zinf.models.gpt_decode import decode, init_cache
 
 ALONE = Alone()
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -260,19 +259,16 @@ class RunningGpt:
         return make_planner(loss, init, *rest, mesh=mesh, topology=topology)
 
     def decoder(self, planner: Planner) -> Decoder:
-        decoder = _gpt_decoder(self.shape, jnp.dtype(self.config.compute_dtype))
-        if self._adapted is None:
-            return decoder
-        return replace(decoder, apply=self._adapted.applied(decoder.apply))
+        model = nnx.eval_shape(lambda: GPT(self.shape, rngs=nnx.Rngs(0)))
+        graphdef, dtype = nnx.graphdef(model), jnp.dtype(self.config.compute_dtype)
 
+        def apply(params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            return nnx.merge(graphdef, params).decode(tokens, cache)
 
-def _gpt_decoder(shape: GPTConfig, dtype: Any) -> Decoder:
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(shape, rngs=nnx.Rngs(0))))
-
-    def apply(params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        return decode(nnx.merge(graphdef, params), tokens, cache)
-
-    return Decoder(apply, partial(init_cache, shape, dtype=dtype), shape.max_length)
+        init = partial(model.init_cache, dtype=dtype)
+        if self._adapted is not None:
+            apply = self._adapted.applied(apply)
+        return Decoder(apply, init, model.max_length)
 
 
 def _model(config: Config) -> Model:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zinf.models.gpt import GPT, ROPE_BASE, Attention, Block, Rope, rotate
 from zinf.models.gpt_config import GPTConfig
+from zinf.models.gpt_layers import ROPE_BASE, Attention, Block, Rope, rotate
 from zinf.moe import MoE
 from zinf_kernels.attention import attention
 
@@ -45,8 +45,12 @@ def init_cache(
     }
 
 
-def decode(model: GPT, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-    """Float32 logits (B, V) of the token after `tokens_BT`, and the new cache."""
+def decode(model: Any, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Float32 logits (B, V) of the token after `tokens_BT`, and the new cache.
+
+    Args:
+        model: a `GPT`, whose module imports this one.
+    """
     config, at, starts_B = model.config, cache["at"], cache["starts"]
     num_slots, length = cache["layers"][0]["key"].shape[1], tokens_BT.shape[1]
     slots_1T = at + jnp.arange(length)[None]
@@ -80,7 +84,7 @@ def decode(model: GPT, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, C
     return logits_BV, {"at": at + length, "starts": starts_B, "layers": layers}
 
 
-def _block(model: GPT, layer: int) -> Block:
+def _block(model: Any, layer: int) -> Block:
     if isinstance(model.blocks, nnx.List):
         return model.blocks[layer]
     graphdef, stacked = nnx.split(model.blocks)

@@ -17,7 +17,7 @@ from flax import nnx
 import zinf
 from zinf.core.optim.decision import NonFiniteError
 from zinf.models import GPT, GPTConfig, init_and_loss, next_token_loss, num_parameters
-from zinf.models.gpt import Block, rope_tables, rotate
+from zinf.models.gpt_layers import Block, rope_tables, rotate
 
 GPT2 = GPTConfig(num_layers=2, num_heads=4, embed_dim=16, max_length=12, vocab_size=32)
 LLAMA = dataclasses.replace(
