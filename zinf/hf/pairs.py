@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.core.objectives import OBJECTIVES
 from zinf.core.problem.weighted import Weighted
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
@@ -18,6 +19,7 @@ from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
 SIDES = ("chosen", "rejected")
 ANSWER_KEYS = ("input_ids", "labels")
+PREFERENCES = " or ".join(n for n, x in OBJECTIVES.items() if x.num_sequences == 2)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class PairTokenizing(Tokenizing):
         if not isinstance(line, Mapping) or not line.keys() >= set(SIDES):
             found = ", ".join(map(str, line)) if isinstance(line, Mapping) else line
             raise ValueError(
-                f"{where}: with data.objective dpo a line must have prompt, chosen and "
-                f"rejected, or two conversations chosen and rejected; found {found}."
+                f"{where}: with data.objective {PREFERENCES} a line must have prompt, "
+                "chosen and rejected, or two conversations chosen and rejected; found "
+                f"{found}."
             )
         one = replace(self, completion_only=True)
         tools = {"tools": tools_of(line, where)}
@@ -67,10 +70,6 @@ def _answered(line: Mapping[str, Any], side: str, where: str) -> dict[str, Any]:
             f"{prompt!r:.40}."
         )
     return {"prompt": prompt, "completion": answer}
-
-
-def pair_tokenizing(model: Model, **settings: Any) -> PairTokenizing:
-    return PairTokenizing(model.tokenizer, **settings)
 
 
 class Pairs(grain.sources.RandomAccessDataSource):

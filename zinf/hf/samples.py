@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.answers import Span, Tally, laid_out, span_by_characters, span_by_tokens
-from zinf.hf.model import IGNORED
+from zinf.hf.model import IGNORED, Model
 from zinf.hf.records import TRAIN_FLAGS, standard, tools_of, with_content
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids, text_ids
@@ -86,6 +86,11 @@ class Tokenizing:
     vocab_size: int
     assistant_only: bool = False
     begun_inside: Tally = field(default_factory=Tally, compare=False, kw_only=True)
+
+    @classmethod
+    def of(cls, model: Model, **settings: Any) -> Self:
+        """How lines become samples of a model."""
+        return cls(model.tokenizer, vocab_size=model.vocab_size, **settings)
 
     @property
     def settings(self) -> list[Any]:

@@ -183,12 +183,11 @@ class Task:
                 "data.paths names no file. To fine-tune, name files of JSON lines "
                 "there, with text, prompt and completion, messages, or text and label."
             )
-        how = self.objective.tokenizing(
+        how = self.objective.tokenizing.of(
             model,
             sequence_length=self.length,
             too_long=data.treatment_of_long,
             completion_only=data.completion_only,
-            vocab_size=model.vocab_size,
             assistant_only=data.assistant_only,
         )
         files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]

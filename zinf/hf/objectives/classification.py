@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grain
 import numpy as np
@@ -29,6 +29,11 @@ class ClassTokenizing(Tokenizing):
     """
 
     classes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: Model, **settings: Any) -> Self:
+        assert isinstance(model, HeadModel)
+        return super().of(model, classes=model.labels, **settings)
 
     def read(self, line: Any, where: str) -> Reading:
         """The tokens of the text; the last one has the class as its label.
@@ -145,11 +150,6 @@ def _model(config: Config) -> HeadModel:
     return _loaded(config.model.huggingface, config.data.labels, config.run.seed)
 
 
-def _tokenizing(model: Model, **settings: Any) -> ClassTokenizing:
-    assert isinstance(model, HeadModel)
-    return ClassTokenizing(model.tokenizer, classes=model.labels, **settings)
-
-
 def _spec(config: Config, rows: int, length: int) -> Spec:
     names = ("input_ids", "attention_mask")
     texts = dict.fromkeys(names, tokens_spec(rows, length))
@@ -181,6 +181,6 @@ OBJECTIVE = Objective(
     batch_spec=_spec,
     rows=lambda samples, model, config: Classified(samples),
     model=_model,
-    tokenizing=_tokenizing,
+    tokenizing=ClassTokenizing,
     settings_of_data=_settings,
 )

@@ -27,9 +27,9 @@ from zinf.hf.objectives.objective import Objective, Say, Spec
 from zinf.hf.pairs import (
     SIDES,
     Pairs,
+    PairTokenizing,
     log_probabilities,
     over_pairs,
-    pair_tokenizing,
     pairs_spec,
 )
 
@@ -215,6 +215,6 @@ OBJECTIVE = Objective(
     loss=_loss,
     batch_spec=_spec,
     rows=_rows,
-    tokenizing=pair_tokenizing,
+    tokenizing=PairTokenizing,
     before_training=_before_training,
 )

@@ -33,11 +33,6 @@ def causal_model(config: Config) -> Model:
     return model
 
 
-def tokenizing(model: Model, **settings: Any) -> Tokenizing:
-    """How lines of texts, completions and conversations become samples."""
-    return Tokenizing(model.tokenizer, **settings)
-
-
 @dataclass(frozen=True)
 class Objective:
     """What a model is trained to do. The defaults are those of a causal model.
@@ -49,7 +44,7 @@ class Objective:
             samples.
         rows: `(samples, model, config) -> rows`, of which batches are made.
         model: `config -> model`; the same object each time.
-        tokenizing: `(model, **settings) -> Tokenizing`: how lines become samples.
+        tokenizing: how lines become samples.
         before_training: `(engine, config, samples, say)`, called before the first step:
             it computes what batches need of the model as it is then, for the samples of
             training and those of files of their own for evaluation.
@@ -61,7 +56,7 @@ class Objective:
     batch_spec: Callable[[Config, int, int], Spec]
     rows: Callable[[Samples, Model, Config], grain.sources.RandomAccessDataSource]
     model: Callable[[Config], Model] = causal_model
-    tokenizing: Callable[..., Tokenizing] = tokenizing
+    tokenizing: type[Tokenizing] = Tokenizing
     before_training: (
         Callable[[ModelEngine, Config, Sequence[Samples], Say], None] | None
     ) = None
