@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from zinf.core.objectives import OBJECTIVES
 from zinf.core.text.complaint import complain
 
 # axolotl's names, and TRL's for the same.
@@ -92,7 +93,7 @@ REFUSED = {
     "eos-token": "Set eos_token in tokenizer_config.json, beside the model.",
     "neftune-noise-alpha": "zinf adds no noise to embeddings.",
     "label-smoothing-factor": "zinf has no label smoothing.",
-    "loss-type": "The losses are cross entropy, and DPO's sigmoid.",
+    "loss-type": f"The objective says which: --objective ({', '.join(OBJECTIVES)}).",
     "eval-packing": "Evaluations are packed as training is.",
     "deepspeed": "Name the file as the config of zinf train.",
     "fsdp": "zinf train CONFIG divides state: zero_optimization.stage, mesh.",

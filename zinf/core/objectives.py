@@ -37,6 +37,13 @@ OBJECTIVES = {
         # Such as 1e-6 of all weights: appendix B of the paper.
         rate=0.1,
     ),
+    "simpo": Traits(
+        "prefer them by their mean over tokens, https://arxiv.org/abs/2405.14734",
+        "chosen and rejected answers",
+        num_sequences=2,
+        # From 3e-7 to 1e-6 of all weights: appendix B of the paper.
+        rate=0.1,
+    ),
     "classification": Traits(
         "give a text its label", "a text and its label", has_classes=True
     ),

@@ -2,6 +2,7 @@
 
 import os
 from math import log
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,9 @@ from safetensors.torch import load_file, save_file  # isort: skip
 import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.core.config import Config  # isort: skip
+from zinf.core.objectives import OBJECTIVES  # isort: skip
+from zinf.hf.objectives.dpo import reference_file  # isort: skip
 
 
 def torch_log_probabilities(model, ids, labels):
@@ -35,28 +39,70 @@ def torch_log_probabilities(model, ids, labels):
     return (found * (wanted != -100)).sum(1).numpy()
 
 
-def test_the_loss_is_that_of_the_paper(tmp_path):
-    torch_model, beta = save(llama(), tmp_path), 0.3
+BETA, GAMMA = 0.3, 0.8
+REFERENCE = np.float32([[-30.0, -32.0], [-31.0, -20.0]])
+
+
+def dpo(sums, num_tokens):
+    """Equation 7 of the paper."""
+    gains = sums - REFERENCE
+    return np.log1p(np.exp(-BETA * (gains[:, 0] - gains[:, 1])))
+
+
+def simpo(sums, num_tokens):
+    """As `CPOTrainer` of TRL with loss_type simpo and cpo_alpha 0."""
+    chosen, rejected = torch.tensor(sums / num_tokens).unbind(1)
+    logits = chosen - rejected - GAMMA / BETA
+    return -torch.nn.functional.logsigmoid(BETA * logits).numpy()
+
+
+@pytest.mark.parametrize("expected", [dpo, simpo], ids=lambda x: x.__name__)
+def test_the_loss_is_that_of_the_paper(expected, tmp_path):
+    torch_model = save(llama(), tmp_path)
+    data = {"objective": expected.__name__, "beta": BETA, "simpo_gamma": GAMMA}
+    raw = {"model": {"huggingface": str(tmp_path)}, "data": data}
+    task = hf.Task(Config.load(raw))
     ids = np.stack([tokens(), tokens()[:, ::-1]], axis=1)
     labels = ids.copy()
     labels[:, :, :4] = -100
     labels[1, 1, 9:] = -100
-    reference = np.float32([[-30.0, -32.0], [-31.0, -20.0]])
-    batch = {"input_ids": ids, "labels": labels, "reference": reference}
+    batch = {"input_ids": ids, "labels": labels, "reference": REFERENCE}
+    batch = {name: batch[name] for name in task.batch_spec(2)}
     sides = [
         torch_log_probabilities(torch_model, ids[:, i], labels[:, i]) for i in (0, 1)
     ]
-    gains = np.stack(sides, axis=1) - reference
-    wanted = np.mean(np.log1p(np.exp(-beta * (gains[:, 0] - gains[:, 1]))))
-    preference = hf.Preference(hf.load(tmp_path), beta)
+    losses = expected(np.stack(sides, axis=1), (labels != -100).sum(-1))
     # Sums of 8 log-probabilities near 4.6: a few units of rounding of 37.
-    found = jax.jit(preference.loss)(params_of(torch_model), batch)
-    assert abs(float(found.mean) - wanted) < 2e-5 and found.weight == 2
+    found = jax.jit(task.loss)(params_of(torch_model), batch)
+    assert abs(float(found.mean) - losses.mean()) < 2e-5 and found.weight == 2
     # A pair without a label, as one that fills a batch of an evaluation, has no weight.
     labels[0] = -100
-    rest = jax.jit(preference.loss)(params_of(torch_model), batch)
-    wanted = np.log1p(np.exp(-beta * (gains[1, 0] - gains[1, 1])))
-    assert abs(float(rest.mean) - wanted) < 2e-5 and rest.weight == 1
+    rest = jax.jit(task.loss)(params_of(torch_model), batch)
+    assert abs(float(rest.mean) - losses[1]) < 2e-5 and rest.weight == 1
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path):
+    folder = model_folder(tmp_path)
+    line = {"text": "w0 w1 w2", "label": 1}
+    if OBJECTIVES[objective].num_sequences == 2:
+        line = {"prompt": "w0", "chosen": "w1 w2", "rejected": "w3"}
+    data: dict[str, Any] = {"objective": objective, "sequence_length": 8}
+    data["paths"] = [str(write(tmp_path / "lines.jsonl", [line] * 3))]
+    if OBJECTIVES[objective].has_classes:
+        data["labels"] = ["no", "yes"]
+    raw = {"model": {"huggingface": str(folder)}, "data": data}
+    raw["run"] = {"output": str(tmp_path / "out")}
+    task = hf.Task(Config.load(raw))
+    rows = task.rows()
+    if objective == "dpo":
+        samples = task.samples()
+        np.save(
+            reference_file(samples, task.model, task.config), np.zeros((3, 2), "f4")
+        )
+    row = {name: (x.shape, x.dtype) for name, x in rows[0].items()}
+    spec = {name: (x.shape[1:], x.dtype) for name, x in task.batch_spec(3).items()}
+    assert row == spec
 
 
 @pytest.mark.slow
@@ -113,3 +159,19 @@ def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
     done = run("train", tmp_path / "tuned.run/finetune.yaml", *again)
     assert "is of another model than this one" in done.output
     assert abs(metrics_of(tmp_path / "tuned.run")[0]["loss"] - log(2)) < 0.01
+
+
+@pytest.mark.slow
+def test_simpo_needs_no_reference(tmp_path):
+    folder, output = model_folder(tmp_path), tmp_path / "tuned"
+    lines = [
+        {"prompt": f"w{i}", "chosen": "w20 w21", "rejected": "w22"} for i in range(4)
+    ]
+    data = write(tmp_path / "pairs.jsonl", lines)
+    common = ["--data", data, "--output", output, "--samples", 2, "--epochs", 4]
+    common += ["--sequence-length", 8, "--objective", "simpo", "--beta", 2.0]
+    done = run("finetune", folder, *common, "--learning-rate", 1e-2)
+    assert done.exit_code == 0, done.output
+    assert not [*tmp_path.glob("tuned.run/data/**/reference-*")]
+    losses = [line["loss"] for line in metrics_of(tmp_path / "tuned.run")]
+    assert losses[-1] < losses[0] / 2

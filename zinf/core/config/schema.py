@@ -346,7 +346,10 @@ class Data(Section):
 
     beta: Positive = 0.1
     """With dpo: how strongly the model is kept near the one that training begins
-    with."""
+    with. With simpo: what the difference of mean log-probabilities is multiplied by."""
+
+    simpo_gamma: NonNegative = 0.5
+    """With simpo: the margin by which chosen answers are to be likelier, after beta."""
 
     packing: Flag = False
     """With model.huggingface: put several samples into a row of sequence_length tokens.
