@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh
 
 from zinf import models
@@ -31,7 +30,7 @@ from zinf.data.configured import batch_size, difficulties, paced
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.inference import ROWS, Decoder
-from zinf.models import GPT, GPTConfig
+from zinf.models import GPTConfig
 
 ALONE = Alone()
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -259,16 +258,11 @@ class RunningGpt:
         return make_planner(loss, init, *rest, mesh=mesh, topology=topology)
 
     def decoder(self, planner: Planner) -> Decoder:
-        model = nnx.eval_shape(lambda: GPT(self.shape, rngs=nnx.Rngs(0)))
-        graphdef, dtype = nnx.graphdef(model), jnp.dtype(self.config.compute_dtype)
-
-        def apply(params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-            return nnx.merge(graphdef, params).decode(tokens, cache)
-
-        init = partial(model.init_cache, dtype=dtype)
+        dtype = jnp.dtype(self.config.compute_dtype)
+        apply, init_cache = models.decoding(self.shape, dtype)
         if self._adapted is not None:
             apply = self._adapted.applied(apply)
-        return Decoder(apply, init, model.max_length)
+        return Decoder(apply, init_cache, self.shape.max_length)
 
 
 def _model(config: Config) -> Model:

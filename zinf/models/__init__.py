@@ -7,6 +7,7 @@ from zinf.core.process.lazy import make_lazy
 if TYPE_CHECKING:
     from zinf.models.divergence import divergence as divergence
     from zinf.models.gpt import GPT as GPT
+    from zinf.models.gpt import decoding as decoding
     from zinf.models.gpt import flops_per_token as flops_per_token
     from zinf.models.gpt import held_out_sums as held_out_sums
     from zinf.models.gpt import init_and_loss as init_and_loss
@@ -21,6 +22,7 @@ make_lazy(
     {
         "GPT": "zinf.models.gpt",
         "GPTConfig": "zinf.models.gpt_config",
+        "decoding": "zinf.models.gpt",
         "divergence": "zinf.models.divergence",
         "flops_per_token": "zinf.models.gpt",
         "held_out_sums": "zinf.models.gpt",

@@ -334,6 +334,22 @@ def logits_of(config: GPTConfig) -> Callable[[Params, Batch], jax.Array]:
     return lambda params, batch: next_token_logits(nnx.merge(graphdef, params), batch)
 
 
+def decoding(config: GPTConfig, dtype: Any) -> tuple[Callable, Callable]:
+    """`(params, tokens, cache) -> (logits, cache)`, and what makes its first cache.
+
+    Args:
+        dtype: of the cache: that of the parameters.
+    """
+    graphdef = _graphdef(config)
+
+    def apply(
+        params: Params, tokens: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        return decode(nnx.merge(graphdef, params), tokens, cache)
+
+    return apply, functools.partial(init_cache, config, dtype=dtype)
+
+
 def init_and_loss(
     config: GPTConfig,
     *,
