@@ -2,9 +2,11 @@
 
 import shlex
 
+import pytest
 import typer.main
 
-from zinf.cli import app
+from zinf.cli import app, trl
+from zinf.cli.options import FINETUNE
 from zinf.cli.trl import AXOLOTL as AXOLOTL_NAMES
 from zinf.cli.trl import KEYS, OTHERWISE, REFUSED, RENAMED, translated
 from zinf.core.config import Config
@@ -59,8 +61,19 @@ LINES = {
 
 
 def own_options():
-    command = typer.main.get_command(app).commands["finetune"]
-    return {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    return trl.own_options(typer.main.get_command(app).commands["finetune"])
+
+
+@pytest.mark.parametrize("option", FINETUNE.values(), ids=FINETUNE)
+def test_an_option_sets_a_key_that_the_config_has(option):
+    *sections, name = option.key.split(".")
+    section, beside = Config, {"type": "AdamW"}
+    for below in sections:
+        section = section.section_at(below, beside)
+        assert section is not None, option.key
+    assert name in section.model_fields
+    if option.default is not None:
+        assert section.model_fields[name].default == option.default
 
 
 def test_each_line_becomes_options_of_zinf_or_a_reason(golden):

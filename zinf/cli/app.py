@@ -6,16 +6,16 @@ import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
-from zinf.cli.inference import AllowChanged, TooLong, WeightBits, evaluate, generate
+from zinf.cli.inference import AllowChanged, WeightBits, evaluate, generate
+from zinf.cli.options import FINETUNE, with_options
 from zinf.cli.trl import FamiliarCommand
-from zinf.core.objectives import in_help
 from zinf.core.process.uncollected import uncollected
 from zinf.core.text.complaint import ShownFormatter, tell
 from zinf.distributed import Flags, Limits, find_seat, options
@@ -179,6 +179,7 @@ def train(
 
 
 @app.command(cls=FamiliarCommand)
+@with_options(FINETUNE)
 def finetune(
     model: Annotated[
         str,
@@ -195,103 +196,8 @@ def finetune(
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the tuned model.")],
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps, in place of --epochs.")
-    ] = None,
     epochs: Annotated[float, typer.Option(help="How often each sample is used.")] = 1.0,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            help="Of AdamW, at most: it falls to zero after 3% of warm-up. 1e-5 if "
-            "absent, 2e-4 with adapters, a tenth for dpo."
-        ),
-    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Most tokens of a sample; if absent, 1024, or what the model was made "
-            "for if that is less.",
-        ),
-    ] = None,
-    eval_data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Files like --data for evaluation; repeatable."),
-    ] = None,
-    completion_only_loss: Annotated[
-        bool,
-        typer.Option(
-            "--completion-only-loss/--no-completion-only-loss",
-            help="Train on completions and answers; else on prompts too.",
-        ),
-    ] = True,
-    assistant_only_loss: Annotated[
-        bool,
-        typer.Option(
-            "--assistant-only-loss",
-            help="Train on all that the assistant says, as the chat template marks it.",
-        ),
-    ] = False,
-    objective: Annotated[str, typer.Option(help=f"{in_help()}.")] = "sft",
-    beta: Annotated[
-        float | None,
-        typer.Option(help="Of dpo: how much the model is kept as it was; 0.1."),
-    ] = None,
-    packing: Annotated[
-        bool, typer.Option("--packing", help="Put several samples into one row.")
-    ] = False,
-    too_long: Annotated[
-        TooLong | None,
-        typer.Option(
-            help="Samples of more tokens: error (if absent) ends the run, truncate "
-            "cuts them, drop leaves them out."
-        ),
-    ] = None,
-    nvme: Annotated[
-        Path | None,
-        typer.Option(help="Folder on a drive, for state that memory has no room for."),
-    ] = None,
-    lora: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="RANK", help="Train adapters of this rank, such as 16."
-        ),
-    ] = None,
-    lora_alpha: Annotated[
-        float | None,
-        typer.Option(
-            help="Adapters are scaled by this over the rank; twice the rank if absent."
-        ),
-    ] = None,
-    lora_dropout: Annotated[
-        float | None, typer.Option(help="Share of an adapter's inputs to drop.")
-    ] = None,
-    target_modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Weights with adapters, such as q_proj; repeatable. All linear layers "
-            "if absent."
-        ),
-    ] = None,
-    modules_to_save: Annotated[
-        list[str] | None,
-        typer.Option(help="Parameters to train whole beside adapters; repeatable."),
-    ] = None,
-    use_rslora: Annotated[
-        bool, typer.Option("--use-rslora", help="Scale by the root of the rank.")
-    ] = False,
-    use_dora: Annotated[
-        bool, typer.Option("--use-dora", help="Train lengths of columns apart.")
-    ] = False,
-    base_encoding: Annotated[
-        str | None,
-        typer.Option(help="Keep frozen weights in blocks: int8 or nf4 (QLoRA)."),
-    ] = None,
-    adapter: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a saved adapter to begin from; needs --lora."),
-    ] = None,
     merge: Annotated[
         bool,
         typer.Option(
@@ -300,12 +206,10 @@ def finetune(
             "to OUTPUT.adapter; else the adapters alone to OUTPUT.",
         ),
     ] = True,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest checkpoint.")
-    ] = False,
     allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
+    **options: Any,
 ) -> None:
     """Fine-tune a model of transformers, and write it in the form it came in.
 
@@ -313,39 +217,11 @@ def finetune(
     parameters are trained, with masters in float32 and computing in bfloat16; with
     --lora, small adapters beside the frozen parameters.
     """
-    from zinf.cli.finetune import adapter_section, finetune_model, model_config
+    from zinf.cli.finetune import finetune_model, model_config
     from zinf.distributed import Alone
 
     with clean_errors(traceback):
-        section = adapter_section(
-            lora,
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            target_modules=target_modules,
-            modules_to_save=modules_to_save,
-            use_rslora=use_rslora or None,
-            use_dora=use_dora or None,
-            quantize_base=base_encoding,
-            begin_from=None if adapter is None else str(adapter),
-        )
-        raw = model_config(
-            model,
-            data=data,
-            nvme=nvme,
-            learning_rate=learning_rate,
-            samples=samples,
-            sequence_length=sequence_length,
-            steps=steps,
-            resumes=resume,
-            adapter=section,
-            evaluation=eval_data or (),
-            completion_only=completion_only_loss,
-            assistant_only=assistant_only_loss,
-            packing=packing,
-            too_long=too_long,
-            objective=objective,
-            beta=beta,
-        )
+        raw = model_config(model, data=data, samples=samples, **options)
         finetune_model(
             raw,
             overrides or (),

@@ -9,6 +9,7 @@ import yaml
 from zinf import hf
 from zinf.cli.endings import say as _say
 from zinf.cli.endings import say_nothing
+from zinf.cli.options import FINETUNE, keys_of
 from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.train import train_held
 from zinf.core.config import Config
@@ -104,53 +105,39 @@ def finetune_model(
 
 
 def model_config(
-    model: str,
-    *,
-    data: Sequence[Path] = (),
-    nvme: Path | None = None,
-    learning_rate: float | None = None,
-    samples: int = 1,
-    sequence_length: int | None = None,
-    steps: int | None = None,
-    resumes: bool = False,
-    adapter: Mapping[str, Any] | None = None,
-    evaluation: Sequence[Path] = (),
-    **options: Any,
+    model: str, *, data: Sequence[Path] = (), samples: int = 1, **options: Any
 ) -> dict[str, Any]:
     """The keys and values of a config that trains a model of `transformers`.
 
     Parameters are in bfloat16 with masters in float32, the optimizer is AdamW with a
     rate that falls linearly after a warm-up, and the gradient is clipped to norm 1.
+    With files for evaluation there is one every 100 steps and at last.
 
     Args:
-        adapter: keys of the `adapter` section; None trains all parameters.
-        evaluation: files that the model is evaluated on, every 100 steps and at last.
-        options: keys of the `data` section; those that are false are left out, but for
-            `completion_only`.
+        options: values of the options in `FINETUNE`.
+
+    Raises:
+        ValueError: there are options of adapters, and no rank.
     """
-    if learning_rate is None:
-        learning_rate = LEARNING_RATE if adapter is None else ADAPTER_LEARNING_RATE
-        if options.get("objective") in OBJECTIVES:
-            learning_rate *= OBJECTIVES[options["objective"]].rate
-    run: dict[str, Any] = {} if steps is None else {"steps": steps}
-    files: dict[str, Any] = {"validation_fraction": 0.0}
-    if sequence_length is not None:
-        files["sequence_length"] = sequence_length
-    if not options.pop("completion_only", True):
-        files["completion_only"] = False
-    files |= {key: value for key, value in options.items() if value}
-    if evaluation:
-        files["evaluation_paths"] = [str(path) for path in evaluation]
-        run["evaluate_every"] = EVALUATE_EVERY
+    chosen = dict(keys_of(FINETUNE, options))
+    rank, rate = chosen.get("adapter.r"), ADAPTER_LEARNING_RATE
+    if rank is None:
+        rate = LEARNING_RATE
+        _refuse_adapters(chosen)
+    else:
+        chosen = {"adapter.lora_alpha": float(ALPHA_OF_RANK * rank)} | chosen
+    objective = OBJECTIVES.get(options.get("objective", "sft"))
+    if objective is not None:
+        rate *= objective.rate
     if data:
-        files["paths"] = [str(path) for path in data]
-    memory = {} if nvme is None else {"nvme": str(nvme)}
-    adapted = {} if adapter is None else {"adapter": dict(adapter)}
-    return adapted | {
+        chosen["data.paths"] = [str(path) for path in data]
+    if "data.evaluation_paths" in chosen:
+        chosen["run.evaluate_every"] = EVALUATE_EVERY
+    raw: dict[str, Any] = {
         "model": {"huggingface": model},
-        "data": files,
+        "data": {"validation_fraction": 0.0},
         "train_batch_size": samples,
-        "optimizer": {"type": "AdamW", "params": {"lr": learning_rate}},
+        "optimizer": {"type": "AdamW", "params": {"lr": rate}},
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {
@@ -163,25 +150,23 @@ def model_config(
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 3},
-        "memory": memory,
-        "run": run | ({"resume": True} if resumes else {}),
+        "memory": {},
+        "run": {},
     }
+    for key, value in chosen.items():
+        *sections, name = key.split(".")
+        section = raw
+        for below in sections:
+            section = section.setdefault(below, {})
+        section[name] = value
+    return raw
 
 
-def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:
-    """The `adapter` section that options of the command line ask for.
-
-    `lora_alpha` is twice the rank if it is not given.
-
-    Raises:
-        ValueError: there are options of adapters, and no rank.
-    """
-    given = {key: value for key, value in options.items() if value}
-    if rank is None:
-        if given:
-            raise ValueError(
-                f"{', '.join(given)}: this is about adapters, and none are asked for. "
-                "Add --lora RANK, such as --lora 16."
-            )
-        return None
-    return {"r": rank, "lora_alpha": float(ALPHA_OF_RANK * rank), **given}
+def _refuse_adapters(chosen: Mapping[str, Any]) -> None:
+    sections = (key.partition(".") for key in chosen)
+    given = [name for section, _, name in sections if section == "adapter"]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: this is about adapters, and none are asked for. Add "
+            "--lora RANK, such as --lora 16."
+        )

@@ -5,7 +5,7 @@ The names are those of TRL 0.24's `SFTConfig`, `DPOConfig`, `ModelConfig` and
 configs. They are written with dashes or underscores.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,6 @@ KEYS = {
     "logging-steps": "run.log_every",
     "seed": "run.seed",
     "val-set-size": "data.validation_fraction",
-}
-FLAGS = {
-    "packing",
-    "assistant-only-loss",
-    "completion-only-loss",
-    "use-rslora",
-    "use-dora",
-    "resume",
 }
 # What zinf does in its own way whatever is asked. The run goes on.
 OTHERWISE = {
@@ -130,22 +122,30 @@ class FamiliarCommand(TyperCommand):
     """A command that takes the options of TRL's scripts too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {name for p in self.params for name in (*p.opts, *p.secondary_opts)}
         try:
-            given = translated(args, own, say=complain)
+            given = translated(args, own_options(self), say=complain)
         except ValueError as error:
             raise typer.BadParameter(str(error), ctx) from None
         return super().parse_args(ctx, given)
 
 
+def own_options(command: Any) -> dict[str, bool]:
+    """The options of a command, each with whether it is a flag."""
+    return {
+        name: getattr(p, "is_flag", False)
+        for p in command.params
+        for name in (*p.opts, *p.secondary_opts)
+    }
+
+
 def translated(
-    args: Sequence[str], own: Collection[str], *, say: Callable[[str], None]
+    args: Sequence[str], own: Mapping[str, bool], *, say: Callable[[str], None]
 ) -> list[str]:
     """The arguments with TRL's options as zinf's.
 
     Args:
         args: what is behind `zinf finetune`.
-        own: the options that zinf has, such as "--data".
+        own: the options that zinf has, such as "--data", and whether they are flags.
         say: told of options that have no effect.
 
     Raises:
@@ -179,7 +179,7 @@ class _Options:
         kept: options that several of zinf's follow from together, by name.
     """
 
-    own: Collection[str]
+    own: Mapping[str, bool]
     say: Callable[[str], None]
     done: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
@@ -210,7 +210,7 @@ class _Options:
     def _add_own(self, name: str, values: list[str]) -> None:
         if not name:
             self.done += values
-        elif name in FLAGS:
+        elif self.own[f"--{name}"]:
             word = values[0].lower() if values else "true"
             if word in FALSE:
                 is_on, values = False, values[1:]

@@ -1,0 +1,166 @@
+"""Options of commands that set keys of a config, each declared once, in `FINETUNE`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zinf.cli.inference import TooLong
+from zinf.core.objectives import OBJECTIVES, in_help
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option that sets a key of the config; absent, it sets nothing.
+
+    Attributes:
+        key: path of the key, with dots.
+        kind: type of its value. A bool is a flag, with a `--no-` if its default is on.
+        help: what `--help` says.
+        default: the value that sets nothing.
+        more: arguments of `typer.Option`.
+    """
+
+    key: str
+    kind: Any
+    help: str
+    default: Any = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def parameter(self, name: str) -> Parameter:
+        """The option as a parameter of a command."""
+        dashed = name.replace("_", "-")
+        names = {False: [f"--{dashed}"], True: [f"--{dashed}/--no-{dashed}"]}
+        flag = names[self.default] if self.kind is bool else ()
+        option = typer.Option(*flag, help=self.help, **self.more)
+        kind = self.kind if self.default is not None else self.kind | None
+        annotation, default = Annotated[kind, option], self.default
+        named = {"default": default, "annotation": annotation}
+        return Parameter(name, Parameter.KEYWORD_ONLY, **named)
+
+
+_LOW = " and ".join(name for name, x in OBJECTIVES.items() if x.rate < 1)
+FINETUNE = {
+    "steps": Option(
+        "run.steps", int, "Optimizer steps, in place of --epochs.", more={"min": 1}
+    ),
+    "learning_rate": Option(
+        "optimizer.params.lr",
+        float,
+        "Of AdamW, at most: it falls to zero after 3% of warm-up. 1e-5 if absent, 2e-4 "
+        f"with adapters, a tenth for {_LOW}.",
+    ),
+    "sequence_length": Option(
+        "data.sequence_length",
+        int,
+        "Most tokens of a sample; if absent, 1024, or what the model was made for if "
+        "that is less.",
+        more={"min": 2},
+    ),
+    "eval_data": Option(
+        "data.evaluation_paths",
+        list[Path],
+        "Files like --data for evaluation; repeatable.",
+    ),
+    "completion_only_loss": Option(
+        "data.completion_only",
+        bool,
+        "Train on completions and answers; else on prompts too.",
+        default=True,
+    ),
+    "assistant_only_loss": Option(
+        "data.assistant_only",
+        bool,
+        "Train on all that the assistant says, as the chat template marks it.",
+        default=False,
+    ),
+    "objective": Option("data.objective", str, f"{in_help()}.", default="sft"),
+    "beta": Option(
+        "data.beta", float, "Of dpo: how much the model is kept as it was; 0.1."
+    ),
+    "packing": Option(
+        "data.packing", bool, "Put several samples into one row.", default=False
+    ),
+    "too_long": Option(
+        "data.too_long",
+        TooLong,
+        "Samples of more tokens: error (if absent) ends the run, truncate cuts them, "
+        "drop leaves them out.",
+    ),
+    "nvme": Option(
+        "memory.nvme", Path, "Folder on a drive, for state that memory has no room for."
+    ),
+    "lora": Option(
+        "adapter.r",
+        int,
+        "Train adapters of this rank, such as 16.",
+        more={"min": 1, "metavar": "RANK"},
+    ),
+    "lora_alpha": Option(
+        "adapter.lora_alpha",
+        float,
+        "Adapters are scaled by this over the rank; twice the rank if absent.",
+    ),
+    "lora_dropout": Option(
+        "adapter.lora_dropout", float, "Share of an adapter's inputs to drop."
+    ),
+    "target_modules": Option(
+        "adapter.target_modules",
+        list[str],
+        "Weights with adapters, such as q_proj; repeatable. All linear layers if "
+        "absent.",
+    ),
+    "modules_to_save": Option(
+        "adapter.modules_to_save",
+        list[str],
+        "Parameters to train whole beside adapters; repeatable.",
+    ),
+    "use_rslora": Option(
+        "adapter.use_rslora", bool, "Scale by the root of the rank.", default=False
+    ),
+    "use_dora": Option(
+        "adapter.use_dora", bool, "Train lengths of columns apart.", default=False
+    ),
+    "base_encoding": Option(
+        "adapter.quantize_base",
+        str,
+        "Keep frozen weights in blocks: int8 or nf4 (QLoRA).",
+    ),
+    "adapter": Option(
+        "adapter.begin_from",
+        Path,
+        "Folder of a saved adapter to begin from; needs --lora.",
+    ),
+    "resume": Option(
+        "run.resume", bool, "Continue from the newest checkpoint.", default=False
+    ),
+}
+
+
+def with_options(options: Mapping[str, Option]) -> Callable[[Callable], Callable]:
+    """Gives a command options in place of its `**options`."""
+
+    def decorate(command: Callable) -> Callable:
+        described: Any = command
+        *own, _ = signature(command).parameters.values()
+        added = [option.parameter(name) for name, option in options.items()]
+        described.__signature__ = signature(command).replace(parameters=own + added)
+        return command
+
+    return decorate
+
+
+def keys_of(
+    options: Mapping[str, Option], values: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The keys that values of options set, with what JSON and YAML have for these."""
+    for name, option in options.items():
+        value = values.get(name)
+        if value is None or value == [] or value == option.default:
+            continue
+        if isinstance(value, list | tuple):
+            value = [str(x) for x in value]
+        yield option.key, str(value) if isinstance(value, Path) else value
