@@ -19,6 +19,7 @@ from zinf.core.config import Config
 from zinf.core.problem.weighted import Weighted
 from zinf.core.text.complaint import naming
 from zinf.data.array_file import read_array
+from zinf.data.configured import batch_size
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.folder import weights_digest
@@ -78,8 +79,8 @@ class Referenced(Pairs):
 
     Args:
         samples: chosen and rejected in turn.
-        reference: the file that `write_reference` writes for all samples of the folder,
-            before the first pair is read.
+        reference: the file of the log-probabilities of all samples of the folder; it
+            is written before the first pair is read.
     """
 
     def __init__(self, samples: Samples, reference: Path) -> None:
@@ -95,66 +96,44 @@ class Referenced(Pairs):
         return super().__getitem__(index) | {"reference": self._reference[number]}
 
 
-def write_reference(
-    engine: ModelEngine,
-    preference: Preference,
-    pairs: Pairs,
-    path: Path,
-    *,
-    batch_size: int,
-) -> None:
-    """Compute the reference's log-probabilities of all pairs, and write them to a file.
-
-    The engine has taken no step: the reference is its model as it is now. The passes
-    run forward alone, with weights streamed from where they rest.
-
-    Args:
-        batch_size: pairs of a pass.
-    """
-    found = list(_passes(engine, preference, pairs, batch_size))
+def _write(path: Path, passes: Iterator[np.ndarray], num_pairs: int) -> None:
+    """Write the log-probabilities of all pairs to a file."""
+    found = np.concatenate(list(passes))[:num_pairs]
     partial = path.with_suffix(f".{os.getpid()}.partial")
     with naming(partial), partial.open("wb") as file:
-        np.save(file, np.concatenate(found)[: len(pairs)])
+        np.save(file, found)
     partial.replace(path)
 
 
-def is_reference(
-    engine: ModelEngine,
-    preference: Preference,
-    pairs: Pairs,
-    path: Path,
-    *,
-    batch_size: int,
-) -> bool:
-    """Whether a file of `write_reference` is of the engine's model, by one pass.
+def _is_of(path: Path, passes: Iterator[np.ndarray], num_pairs: int) -> bool:
+    """Whether a file of `_write` is of the model of the passes, by the first of them.
 
     That is so if the losses of the first pairs are ln 2, within rounding: on another
     machine sums of the same terms may differ.
     """
     kept = read_array(path)
-    if kept.shape != (len(pairs), len(SIDES)):
+    if kept.shape != (num_pairs, len(SIDES)):
         return False
-    found = next(_passes(engine, preference, pairs, batch_size))[: len(kept)]
+    found = next(passes)[: len(kept)]
     return np.allclose(found, kept[: len(found)], **ROUNDING)
 
 
-def _passes(
-    engine: ModelEngine, preference: Preference, pairs: Pairs, batch_size: int
-) -> Iterator[np.ndarray]:
-    """Log-probabilities of so many pairs after another; the last pass may repeat."""
+def _passes(engine: ModelEngine, pairs: Pairs, size: int) -> Iterator[np.ndarray]:
+    """Log-probabilities of `size` pairs after another; the last pass may repeat.
+
+    The engine has taken no step: the reference is its model as it is now. The passes
+    run forward alone, with weights streamed from where they rest.
+    """
     assert engine.num_steps == 0, "the reference is the model before the first step"
-    function = _forward(engine, preference)
-    for start in range(0, len(pairs), batch_size):
+    function: Callable = Preference(engine.model).log_probabilities
+    if engine.adapted is not None:
+        function = engine.adapted.applied(function)
+    for start in range(0, len(pairs), size):
         # The last pass has the shape of the others: it repeats the last pair.
-        numbers = np.minimum(np.arange(start, start + batch_size), len(pairs) - 1)
+        numbers = np.minimum(np.arange(start, start + size), len(pairs) - 1)
         rows = [pairs[int(number)] for number in numbers]
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         yield engine.apply(function, batch)
-
-
-def _forward(engine: ModelEngine, preference: Preference) -> Callable:
-    function = preference.log_probabilities
-    return function if engine.adapted is None else engine.adapted.applied(function)
 
 
 def reference_file(folder: Path, model: Model, config: Config) -> Path:
@@ -182,20 +161,16 @@ def _before_training(
     wrote is compared with a pass of this model: the first loss is ln 2, or the file is
     written anew.
     """
-    assert config.batch_size is not None, "a step needs a batch size"
-    size = config.batch_size
-    preference = Preference(engine.model, config.data.beta)
     for samples in files:
-        path, pairs = (
-            reference_file(samples.folder, engine.model, config),
-            Pairs(samples),
-        )
+        path = reference_file(samples.folder, engine.model, config)
+        pairs = Pairs(samples)
+        given = engine, pairs, batch_size(config)
         if path.exists():
-            if is_reference(engine, preference, pairs, path, batch_size=size):
+            if _is_of(path, _passes(*given), len(pairs)):
                 continue
             say(f"data: {path} is of another model than this one")
         say(f"data: log-probabilities of {len(pairs):,} pairs, once, to {path}")
-        write_reference(engine, preference, pairs, path, batch_size=size)
+        _write(path, _passes(*given), len(pairs))
 
 
 def _loss(model: Model, config: Config) -> Callable:
