@@ -24,7 +24,7 @@ That function returns another one, which waits until the move is complete.
 def stripe_bytes(stripe: ArrayId, share: Share) -> int:
     """Bytes of a stripe: rows of a share, counted from its first row, or all of it."""
     spec = share.spec
-    return (spec.rows(*stripe.rows) if stripe.rows else spec).nbytes
+    return spec.piece(stripe.rows).nbytes
 
 
 def room(residents: Residents) -> dict[Tier, int]:
@@ -96,7 +96,7 @@ def _cut(
     if Tier.DEVICE in {residents.homes[p] for p in residents.homes_of(stripe)}:
         limit = min(limit, left[Tier.DEVICE])
     start, stop = stripe.rows or (0, share.spec.shape[0])
-    step = max(1, limit // max(1, share.spec.rows(0, 1).nbytes))
+    step = max(1, limit // max(1, share.spec.piece((0, 1)).nbytes))
     if step >= stop - start:
         return [stripe]
     starts = range(start, stop, step)
@@ -112,7 +112,7 @@ def _copied_bytes(stripe: ArrayId, share: Share, residents: Residents) -> int:
         first, last = piece.rows or (0, share.spec.shape[0])
         low, high = max(first, stripe.rows[0]), min(last, stripe.rows[1])
         if residents.homes[piece] == Tier.DEVICE and (low, high) != (first, last):
-            copied = max(copied, share.spec.rows(low, high).nbytes)
+            copied = max(copied, share.spec.piece((low, high)).nbytes)
     return copied
 
 

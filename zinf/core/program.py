@@ -95,8 +95,11 @@ class ArraySpec:
     def nbytes(self) -> int:
         return prod(self.shape) * self.itemsize
 
-    def rows(self, start: int, stop: int) -> "ArraySpec":
-        """The spec of rows `start:stop` of the leading dim."""
+    def piece(self, rows: "Rows") -> "ArraySpec":
+        """The spec of these rows of the leading dim."""
+        if rows is None:
+            return self
+        start, stop = rows
         return ArraySpec((stop - start, *self.shape[1:]), self.dtype, self.itemsize)
 
 
@@ -241,7 +244,7 @@ class Leaf:
 
     def array_spec(self) -> ArraySpec:
         """The spec of each of `arrays()`."""
-        return self.spec if self.num_layers is None else self.spec.rows(0, 1)
+        return self.spec.piece(None if self.num_layers is None else (0, 1))
 
 
 @dataclass(frozen=True, slots=True)

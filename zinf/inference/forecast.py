@@ -150,8 +150,7 @@ def weight_bytes(plan: Plan, planner: GenerationPlanner) -> dict[Tier, int]:
     found = dict.fromkeys(Tier, 0)
     for array, tier in plan.homes.items():
         if array.role == Role.PARAM:
-            spec = wholes[array.whole]
-            spec = spec.rows(*array.rows) if array.rows else spec
+            spec = wholes[array.whole].piece(array.rows)
             found[tier] += layouts.share_spec(array, spec).nbytes
     return found
 

@@ -44,7 +44,7 @@ def test_stripes_are_all_rows_within_16_mib_and_cross_no_saved_chunk(shape):
     found = list(share(spec).stripes)
     rows_in_order(found, shape[0])
     largest = max(stripe_bytes(stripe, share(spec)) for stripe in found)
-    assert largest <= max(16 * MIB, spec.rows(0, 1).nbytes)
+    assert largest <= max(16 * MIB, spec.piece((0, 1)).nbytes)
     residents = residents_of(spec, Tier.HOST)
     for length in (1, 2, 3, 7, 100):
         length *= 2**18 if shape[0] > 100 else 1

@@ -88,7 +88,7 @@ def test_an_array_comes_back_from_the_devices(made, data):
     if made.has_whole_rows and made.shape[0]:
         start = data.draw(st.integers(0, made.shape[0] - 1))
         stop = data.draw(st.integers(start + 1, made.shape[0]))
-        rows = made.rows(start, stop)
+        rows = made.piece((start, stop))
         part = share[start:stop]
         np.testing.assert_array_equal(rows.take_share(content[start:stop]), part)
         np.testing.assert_array_equal(gathered(part, rows), content[start:stop])

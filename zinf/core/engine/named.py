@@ -40,9 +40,8 @@ def array_of(planner: Planner, path: str, kind: str) -> ArrayId:
             kinds that it has.
     """
     check_path(planner, path)
-    has_master = planner.problem.params[path].has_master
     found = {
-        MASTER: ArrayId(Role.MASTER if has_master else Role.PARAM, path),
+        MASTER: planner.problem.params[path].updated(),
         COMPUTE: ArrayId(Role.PARAM, path),
         **_states(planner, path),
     }
@@ -115,8 +114,9 @@ def writes_of(
         given = to_words(given)
     content = _checked(given, f"{kind} {path!r}", wanted.shape, jnp.dtype(wanted.dtype))
     writes = {array: content}
-    if kind == MASTER and spec.has_master:
-        writes[ArrayId(Role.PARAM, path)] = _compute_copy(content, spec)
+    copy = spec.copy()
+    if kind == MASTER and copy is not None:
+        writes[copy] = _compute_copy(content, spec)
     return writes
 
 

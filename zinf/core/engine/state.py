@@ -12,13 +12,13 @@ from zinf.core.memory.host.pinned import Stack
 from zinf.core.plan import Plan
 from zinf.core.problem.problem import Problem
 from zinf.core.problem.state_rules import combined
-from zinf.core.program import ArrayId, Role, Tier
+from zinf.core.program import ArrayId, Role, Rows, Tier
 from zinf.core.sharding import Layouts
 from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.planner import Planner
 from zinf.core.step.run.outcome import Outcome
 from zinf.core.step.run.run import StepRecord
-from zinf.core.step.updates import block_bytes, cpu_device
+from zinf.core.step.updates import block_bytes, block_rows, blocks, cpu_device
 from zinf.distributed import Digests
 
 
@@ -72,10 +72,11 @@ def make_residents(
     if stores.nvme is not None:
         stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
         by_row = {a.whole for a in homes if a.rows}
-        # A chunk holds the rows of one block, so no two blocks share a chunk.
+        # No chunk crosses the end of a block of its array. Those of a compute copy have
+        # more rows than the blocks of its master, so updates may share such a chunk.
         limit = block_bytes(separated)
         chunks = {
-            a: 1 if a in by_row else _block_rows(share.shape, share.nbytes, limit)
+            a: 1 if a in by_row else block_rows(share.shape, share.nbytes, limit)
             for a, share in (
                 (a, layouts.share_spec(a, spec)) for a, spec in specs.items()
             )
@@ -102,7 +103,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
         spec = problem.params[path]
         digests.add(path, leaf)
         if spec.has_master:
-            residents.write(ArrayId(Role.MASTER, path), leaf)
+            residents.write(spec.updated(), leaf)
         compute = np.asarray(leaf).astype(spec.compute.dtype, copy=False)
         residents.write(ArrayId(Role.PARAM, path), compute)
         del compute
@@ -122,8 +123,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
 
 def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
     """A copy of a leaf: of its master, or of its parameter if it has no master."""
-    role = Role.MASTER if problem.params[path].has_master else Role.PARAM
-    return np.array(residents.read(ArrayId(role, path)))
+    return np.array(residents.read(problem.params[path].updated()))
 
 
 def write_model_state(
@@ -146,22 +146,10 @@ def write_model_state(
 
 def _state_blocks(
     leaf: np.ndarray, by_rows: bool, limit: int
-) -> Iterator[tuple[tuple[int, int] | None, Any]]:
+) -> Iterator[tuple[Rows, Any]]:
     """Yields `(rows, block of the leaf)`, to make optimizer state block by block.
 
     `rows` is None if the block is the whole leaf.
     """
-    step = _block_rows(leaf.shape, leaf.nbytes, limit)
-    if step is None or not by_rows:
-        yield None, leaf
-        return
-    for start in range(0, leaf.shape[0], step):
-        rows = (start, min(start + step, leaf.shape[0]))
-        yield rows, leaf[slice(*rows)]
-
-
-def _block_rows(shape: tuple[int, ...], nbytes: int, limit: int) -> int | None:
-    """Number of rows in a block of an array, or None if the array is one block."""
-    if not shape or nbytes <= limit:
-        return None
-    return max(1, limit * shape[0] // nbytes)
+    for rows in blocks(leaf.shape, leaf.nbytes, limit) if by_rows else [None]:
+        yield rows, leaf if rows is None else leaf[slice(*rows)]

@@ -213,17 +213,16 @@ class Catalog:
             wide = array.role == Role.GRADIENT and accumulates
             itemsize = max(FLOAT32_BYTES, spec.itemsize) if wide else spec.itemsize
             return spec.nbytes // spec.itemsize * itemsize
-        if array in self.specs:
-            return self.specs[array].nbytes
-        assert array.rows is not None, f"unknown array {array}"
-        return self.specs[array.whole].rows(*array.rows).nbytes
+        return self.spec(array).nbytes
+
+    def spec(self, array: ArrayId) -> ArraySpec:
+        """The spec of a persistent array, or of rows of one."""
+        found = self.specs.get(array)
+        return self.specs[array.whole].piece(array.rows) if found is None else found
 
     def param_spec(self, gradient: ArrayId) -> ArraySpec:
         """The spec of the parameter of a gradient."""
-        array = ArrayId(Role.PARAM, gradient.path, gradient.rows)
-        if array in self.specs or array.rows is None:
-            return self.specs[array]
-        return self.specs[array.whole].rows(*array.rows)
+        return self.spec(ArrayId(Role.PARAM, gradient.path, gradient.rows))
 
     def home(self, array: ArrayId) -> ArrayId | None:
         """The persistent array that is `array` or has it as rows; None if none does."""

@@ -33,6 +33,7 @@ from zinf.core.problem.source import (
 from zinf.core.problem.state_rules import rules_of
 from zinf.core.problem.weighted import weighed, with_weight
 from zinf.core.process.jax_modes import Modes
+from zinf.core.program import ArrayId, Role, Rows
 
 STATE_PREFIX = "model_state/"
 MASTER_DTYPE = "float32"
@@ -56,6 +57,15 @@ class ParamSpec:
     def has_master(self) -> bool:
         """True if the master is an array of its own, besides the compute copy."""
         return self.is_trainable and self.master.dtype != self.compute.dtype
+
+    def updated(self, rows: Rows = None) -> ArrayId:
+        """The array that updates change: the master, or the parameter without one."""
+        role = Role.MASTER if self.has_master else Role.PARAM
+        return ArrayId(role, self.path, rows)
+
+    def copy(self, rows: Rows = None) -> ArrayId | None:
+        """The compute copy that each update makes of the master; None without one."""
+        return ArrayId(Role.PARAM, self.path, rows) if self.has_master else None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from zinf.core.program import Rows
 from zinf.core.sharding.encoding import Blocks
 from zinf.core.sharding.mesh import local_devices, replicated
 
@@ -122,9 +123,12 @@ class Layout:
         """The block of `padded` that each device of this process has."""
         return _blocks(sharding, self.padded)
 
-    def rows(self, start: int, stop: int) -> "Layout":
-        """The layout of rows `start:stop`; the leading dim must not be cut."""
+    def piece(self, rows: Rows) -> "Layout":
+        """The layout of these rows; the leading dim must not be cut."""
+        if rows is None:
+            return self
         assert self.has_whole_rows, "rows were asked of an array that is cut by rows"
+        start, stop = rows
         shape, padded = ((stop - start, *s[1:]) for s in (self.shape, self.padded))
         return replace(self, shape=shape, padded=padded)
 

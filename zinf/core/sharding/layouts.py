@@ -40,8 +40,7 @@ class Layouts:
             return self.values[array.path]
         if array.role == Role.NORM:
             return whole_layout((), self.mesh)
-        layout = self.arrays[array.lies_as]
-        return layout.rows(*array.rows) if array.rows else layout
+        return self.arrays[array.lies_as].piece(array.rows)
 
     def own_part(self, gradient: ArrayId) -> Layout | None:
         """The layout of the part of a gradient that each device updates alone.

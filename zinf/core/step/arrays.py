@@ -66,7 +66,7 @@ def piece_specs(
     for whole, spec in wholes.items():
         for piece in _pieces(whole, leaves[whole.path]):
             if homes is None or piece in homes:
-                specs[piece] = spec.rows(*piece.rows) if piece.rows else spec
+                specs[piece] = spec.piece(piece.rows)
             else:
                 specs[whole] = spec
     for name in program.consts:

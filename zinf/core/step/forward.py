@@ -245,10 +245,7 @@ class _Planned:
         segments, layouts = compiled.segments, compiled.layouts
         consts = [ArrayId(Role.CONST, name) for name in program.consts]
         wholes = self.planner.array_specs()
-        specs = {
-            a: wholes[a.whole].rows(*a.rows) if a.rows else wholes[a]
-            for a in self.homes
-        }
+        specs = {a: wholes[a.whole].piece(a.rows) for a in self.homes}
         caches = [
             cache(name, m)
             for name in program.caches

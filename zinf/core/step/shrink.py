@@ -110,8 +110,7 @@ def largest_segment_bytes(program: Program) -> int:
     specs = {leaf.path: leaf.spec for leaf in program.leaves}
 
     def nbytes(array: ArrayId) -> int:
-        spec = specs[array.path]
-        return (spec.rows(*array.rows) if array.rows else spec).nbytes
+        return specs[array.path].piece(array.rows).nbytes
 
     return max(sum(map(nbytes, s.params)) for s in program.segments)
 

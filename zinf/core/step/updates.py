@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, prod
+from math import prod
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from zinf.core.optim.update import (
 )
 from zinf.core.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
 from zinf.core.problem.problem import Problem
-from zinf.core.program import ArrayId, Program, Role, Tier
+from zinf.core.program import ArrayId, Program, Role, Rows, Tier
 from zinf.core.sharding import Layout, Layouts
 from zinf.core.sharding.mesh import first_cpu, local_devices, replicated
 from zinf.core.step.exchange import exchange_of
@@ -48,6 +48,26 @@ def block_bytes(separated: Separated) -> int:
     specs = (leaf.spec for leaf in separated.leaves)
     total = sum(prod(s.shape) * s.dtype.itemsize for s in specs)
     return max(BLOCK_BYTES, total // MAX_BLOCKS)
+
+
+def block_rows(shape: tuple[int, ...], nbytes: int, limit: int) -> int | None:
+    """Number of rows in a block of an array; None if the array is one block.
+
+    Args:
+        shape, nbytes: of the array.
+        limit: most bytes of a block, unless a single row has more.
+    """
+    if not shape or nbytes <= limit or shape[0] == 1:
+        return None
+    return max(1, limit * shape[0] // nbytes)
+
+
+def blocks(shape: tuple[int, ...], nbytes: int, limit: int) -> list[Rows]:
+    """Rows of each block of an array, or `[None]` if the array is one block."""
+    step = block_rows(shape, nbytes, limit)
+    if step is None:
+        return [None]
+    return [(i, min(i + step, shape[0])) for i in range(0, shape[0], step)]
 
 
 @dataclass(frozen=True)
@@ -213,12 +233,13 @@ def compile_program_updates(
             compute = problem.params[array.path].compute.dtype
             gradient_dtype = sum_dtype(compute) if array in accumulates else compute
             whole = layouts.of(array)
-            blocks: list[tuple[int, int] | None] = [None]
+            in_blocks: list[Rows] = [None]
             # A tile is small enough, and blocks of a tile would have other names.
             if leaf.is_elementwise and whole.has_whole_rows and array.rows is None:
-                itemsize = leaf.spec.dtype.itemsize
-                blocks = _blocks(whole.share_shape, itemsize, limit)
-            for block in blocks:
+                share = whole.share_shape
+                nbytes = prod(share) * leaf.spec.dtype.itemsize
+                in_blocks = blocks(share, nbytes, limit)
+            for block in in_blocks:
                 update = _array_update(problem, leaf, array, block)
                 size = layouts.of(update.master).padded
                 units[update] = Unit(numbers[array.path], size, gradient_dtype, compute)
@@ -321,32 +342,19 @@ def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
     return [a for a in segment.trained_params if a not in earlier] if runs else []
 
 
-def _blocks(
-    shape: tuple[int, ...], itemsize: int, limit: int
-) -> list[tuple[int, int] | None]:
-    """Rows of each block of an array, or `[None]` if the array is one block."""
-    nbytes = prod(shape) * itemsize
-    if nbytes <= limit or shape[0] == 1:
-        return [None]
-    rows = max(1, limit * shape[0] // nbytes)
-    count = ceil(shape[0] / rows)
-    return [(i * rows, min((i + 1) * rows, shape[0])) for i in range(count)]
-
-
 def _array_update(
-    problem: Problem, leaf: Any, array: ArrayId, block: tuple[int, int] | None
+    problem: Problem, leaf: Any, array: ArrayId, block: Rows
 ) -> ArrayUpdate:
-    stored = block or array.rows
-    has_master = problem.params[array.path].has_master
+    stored, param = block or array.rows, problem.params[array.path]
     return ArrayUpdate(
         gradient=ArrayId(Role.GRADIENT, array.path, array.rows),
         block=block,
-        master=ArrayId(Role.MASTER if has_master else Role.PARAM, array.path, stored),
+        master=param.updated(stored),
         states=tuple(
             s.array(array.path, stored if leaf.is_elementwise else None)
             for s in leaf.states
         ),
-        compute=ArrayId(Role.PARAM, array.path, stored) if has_master else None,
+        compute=param.copy(stored),
     )
 
 

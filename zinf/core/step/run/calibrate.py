@@ -305,9 +305,7 @@ class _Bench:
             spec = catalog.param_spec(array)
             is_wide = catalog.nbytes(array) > spec.nbytes
             return replace(spec, dtype="float32", itemsize=4) if is_wide else spec
-        if array in catalog.specs or array.rows is None:
-            return catalog.specs[array]
-        return catalog.specs[array.whole].rows(*array.rows)
+        return catalog.spec(array)
 
 
 def free_copies(stores: Stores, copies: Iterable[Copy]) -> None:

@@ -247,23 +247,17 @@ def _leaf_updates(
     problem: Problem, separated: Separated, layouts: Layouts
 ) -> list[Callable]:
     """For each trained leaf, a function from all arrays to the leaf's new arrays."""
-    masters = [
-        ArrayId(
-            Role.MASTER if problem.params[x.path].has_master else Role.PARAM, x.path
-        )
-        for x in separated.leaves
-    ]
+    masters = [problem.params[leaf.path].updated() for leaf in separated.leaves]
     shapes = [(i, layouts.of(master).padded) for i, master in enumerate(masters)]
     functions = []
     for leaf, master, shared in zip(
         separated.leaves, masters, separated.bodies(shapes), strict=True
     ):
         spec = problem.params[leaf.path]
-        copy_dtype = spec.compute.dtype if spec.has_master else None
+        copy, copy_dtype = spec.copy(), spec.compute.dtype if spec.has_master else None
         function = update_function(shared.body, copy_dtype)
         states = [s.array(leaf.path) for s in leaf.states]
-        results = [master, *states]
-        results += [ArrayId(Role.PARAM, leaf.path)] if spec.has_master else []
+        results = [master, *states, *([] if copy is None else [copy])]
 
         def update(
             arrays: Arrays,

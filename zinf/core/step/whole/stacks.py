@@ -59,8 +59,7 @@ class AtRestTogether:
 
     def master(self, path: str) -> ArrayId:
         """The array of a trained leaf that its update changes."""
-        has_master = self.problem.params[path].has_master
-        return ArrayId(Role.MASTER if has_master else Role.PARAM, path)
+        return self.problem.params[path].updated()
 
     @cached_property
     def _arrays(self) -> Mapping[ArrayId, ArraySpec]:
