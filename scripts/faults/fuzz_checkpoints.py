@@ -36,6 +36,7 @@ from zinf.core.interchange import export_safetensors
 from zinf.core.interchange.safetensors_files import SafetensorsFiles
 from zinf.core.memory import Residents, StorageError, open_stores
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.sharding import layouts_on_one
 
 REFUSALS = (ValueError, StorageError, FileNotFoundError)
 # A case that takes longer fails: it has probably trusted a damaged size in a file.
@@ -84,7 +85,8 @@ class Fuzzed:
             for array, x in ARRAYS.items()
         }
         homes = dict.fromkeys(ARRAYS, Tier.HOST)
-        self.residents = Residents(open_stores(jax.devices()[0]), specs, homes)
+        layouts = layouts_on_one(jax.devices()[0], specs)
+        self.residents = Residents(open_stores(jax.devices()[0]), layouts, homes)
         for array, content in ARRAYS.items():
             self.residents.write(array, content.copy())
         write_arrays(self.checkpoint, self.residents, SCALARS)

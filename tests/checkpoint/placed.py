@@ -78,7 +78,7 @@ def placed(
     with tempfile.TemporaryDirectory() as folder:
         devices = list(mesh.devices.flat)
         stores = open_stores(devices, nvme_paths=[Path(folder)])
-        residents = Residents(stores, specs, homes, layouts)
+        residents = Residents(stores, layouts, homes)
         by_row = {a: 1 for a in arrays if a.path == STACKED}
         residents.create(by_row)
         for piece in pieces:

@@ -20,7 +20,7 @@ from tests.equivalence.training import (
     train,
 )
 from zinf.core.engine.initialize import make_planner
-from zinf.core.program import Role, Tier
+from zinf.core.program import ArrayId, Role, Tier
 
 # `test_meshes` has the numbers of meshes, stages and tiers.
 QUANTIZED = ("zero_optimization.zero_quantized_weights", True)
@@ -58,8 +58,10 @@ def test_all_arrays_of_a_weight_are_cut_as_it_is_and_zero_cuts_them_further():
     )
     layouts = planner.layouts(planner.trace(planner.batch_spec(BATCH)))
     roles = {a.role for a in layouts.arrays if a.path == "layer 0/up"}
-    assert roles == {Role.PARAM, Role.GRADIENT, Role.MASTER, Role.STATE}
-    for array, layout in layouts.arrays.items():
+    assert roles == {Role.PARAM, Role.MASTER, Role.STATE}
+    gradients = [ArrayId(Role.GRADIENT, path) for path in layouts.gradients]
+    for array in (*layouts.arrays, *gradients):
+        layout = layouts.of(array)
         name = array.path.rsplit("/", 1)[-1]
         shape = list(layout.shape)
         if array.path.startswith("layer") and name in (*COLUMNS, *ROWS):

@@ -18,6 +18,7 @@ from zinf.checkpoint.saved import Saved
 from zinf.core.interchange import export_orbax, export_safetensors
 from zinf.core.memory import Residents, StorageError, open_stores
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.sharding import layouts_on_one
 
 KERNEL = ArrayId(Role.PARAM, "dense/kernel")
 CONTENT = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -27,7 +28,8 @@ REFUSED = (ValueError, StorageError, FileNotFoundError)
 def residents_of(array: ArrayId = KERNEL, content: np.ndarray = CONTENT) -> Residents:
     spec = ArraySpec(content.shape, content.dtype.name, content.dtype.itemsize)
     stores = open_stores(jax.devices()[0])
-    residents = Residents(stores, {array: spec}, {array: Tier.HOST})
+    layouts = layouts_on_one(jax.devices()[0], {array: spec})
+    residents = Residents(stores, layouts, {array: Tier.HOST})
     residents.write(array, content.copy())
     return residents
 

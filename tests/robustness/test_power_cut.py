@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.robustness.power import EAGER, STRICT, TORN, Files, Recorder
-from tests.unit.checkpoint.cases import ARRAYS, SavedEngine, homes_on, specs_of
+from tests.unit.checkpoint.cases import ARRAYS, SavedEngine, homes_on, layouts_of
 from zinf.checkpoint import Checkpoints, Saved, durable
 from zinf.checkpoint.incomplete import delete_incomplete
 from zinf.core.memory import open_stores
@@ -39,7 +39,7 @@ class Recorded:
         self._watch_commits(monkeypatch)
         stores = open_stores(jax.devices()[0], nvme_paths=[folder / "nvme"])
         homes = homes_on(list(Tier), ARRAYS)
-        residents = Residents(stores, specs_of(ARRAYS), homes)
+        residents = Residents(stores, layouts_of(ARRAYS), homes)
         residents.create({})
         with self.recorder.recording():
             engine = SavedEngine(residents, {})

@@ -85,7 +85,7 @@ def shares_of(residents: Residents) -> list[Share]:
 def share_of(residents: Residents, array: ArrayId) -> Share:
     """The share of this process, in the chunks of the NVMe tier where possible."""
     layout = residents.layouts.of(array)
-    spec = residents.layouts.share_spec(array, residents.specs[array])
+    spec = residents.layouts.share(array)
     chunk = _common_chunk(spec, layout)
     if any(residents.homes[p] == Tier.NVME for p in residents.pieces(array)):
         store = residents.stores[Tier.NVME]

@@ -146,12 +146,11 @@ def weight_bytes(plan: Plan, planner: GenerationPlanner) -> dict[Tier, int]:
     Args:
         plan: that says where the weights rest.
     """
-    wholes, layouts = planner.planner.array_specs(), planner.at_rest.layouts
+    layouts = planner.at_rest.layouts
     found = dict.fromkeys(Tier, 0)
     for array, tier in plan.homes.items():
         if array.role == Role.PARAM:
-            spec = wholes[array.whole].piece(array.rows)
-            found[tier] += layouts.share_spec(array, spec).nbytes
+            found[tier] += layouts.share(array).nbytes
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -13,6 +14,7 @@ from zinf.checkpoint import read_arrays
 from zinf.core.memory.residents import Residents
 from zinf.core.plan import Plan
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.sharding import Layouts, layouts_on_one
 
 EMBED = ArrayId(Role.PARAM, "embed")
 STACKED = ArrayId(Role.PARAM, "blocks/kernel")
@@ -36,6 +38,11 @@ def specs_of(arrays: Mapping[ArrayId, np.ndarray]) -> dict[ArrayId, ArraySpec]:
         array: ArraySpec(value.shape, value.dtype.name, value.dtype.itemsize)
         for array, value in arrays.items()
     }
+
+
+def layouts_of(arrays: Mapping[ArrayId, np.ndarray]) -> Layouts:
+    """The table of the arrays, whole on one device."""
+    return layouts_on_one(jax.devices()[0], specs_of(arrays))
 
 
 def homes_on(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.unit.checkpoint.cases import ARRAYS, homes_on, specs_of
+from tests.unit.checkpoint.cases import ARRAYS, homes_on, layouts_of
 from zinf.core.memory import Stores, open_stores
 from zinf.core.memory.residents import Residents
 from zinf.core.program import ArrayId, Tier
@@ -34,7 +34,7 @@ def open_residents(tmp_path: Path) -> Iterator[OpenResidents]:
             nvme_paths=[tmp_path / f"nvme{len(opened)}"],
         )
         opened.append(stores)
-        residents = Residents(stores, specs_of(arrays), homes_on(tiers, arrays))
+        residents = Residents(stores, layouts_of(arrays), homes_on(tiers, arrays))
         residents.create({})
         for array, value in arrays.items():
             residents.write(array, value.copy())

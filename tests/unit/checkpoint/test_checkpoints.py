@@ -81,7 +81,7 @@ class HeldResidents(Residents):
 
 def hold(engine: SavedEngine) -> threading.Event:
     residents = engine.residents
-    held = HeldResidents(residents.stores, residents.specs, residents.homes)
+    held = HeldResidents(residents.stores, residents.layouts, residents.homes)
     held.gate = threading.Event()
     engine.residents = held
     return held.gate

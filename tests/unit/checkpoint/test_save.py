@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.unit.checkpoint.cases import ARRAYS, EMBED, specs_of
+from tests.unit.checkpoint.cases import ARRAYS, EMBED, layouts_of
 from zinf.checkpoint.arrays import begin, finish
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
@@ -110,7 +110,7 @@ def elsewhere(tmp_path: Path):
     root = other / f"zinf-test-{os.getpid()}"
     stores = open_stores(jax.devices()[0], nvme_paths=[root])
     arrays = {LARGE: CONTENT, EMBED: ARRAYS[EMBED]}
-    residents = Residents(stores, specs_of(arrays), dict.fromkeys(arrays, Tier.NVME))
+    residents = Residents(stores, layouts_of(arrays), dict.fromkeys(arrays, Tier.NVME))
     residents.create({})
     for array, value in arrays.items():
         residents.write(array, value)
@@ -166,7 +166,7 @@ def test_a_linked_file_that_is_not_what_was_written_fails_the_save(coverage, tmp
     stores = open_stores(
         jax.devices()[0], nvme_paths=[tmp_path / "nvme"], checksums=coverage
     )
-    residents = Residents(stores, specs_of({LARGE: CONTENT}), {LARGE: Tier.NVME})
+    residents = Residents(stores, layouts_of({LARGE: CONTENT}), {LARGE: Tier.NVME})
     residents.create({})
     with pytest.raises(StorageError, match="never"):
         started(tmp_path / "never", residents)

@@ -5,7 +5,7 @@ Processes are taken in turn here; tests/distributed has real ones.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -86,8 +86,12 @@ class Parts:
         box[dim] = self.index * length, (self.index + 1) * length
         return Part(tuple(padded), tuple(box), frozenset({dim}), (self.index,))
 
-    def share_spec(self, array: ArrayId, spec: ArraySpec) -> ArraySpec:
-        return ArraySpec(self.of(array).share_shape, spec.dtype, spec.itemsize)
+    @property
+    def specs(self) -> dict[ArrayId, ArraySpec]:
+        return specs_of(contents())
+
+    def share(self, array: ArrayId) -> ArraySpec:
+        return replace(self.specs[array], shape=self.of(array).share_shape)
 
 
 def contents() -> dict[ArrayId, np.ndarray]:
@@ -108,7 +112,7 @@ def opened(
     stores = open_stores(jax.devices()[0], nvme_paths=[folder / f"{count}-{index}"])
     parts = Parts(index, count)
     homes = dict.fromkeys(arrays, tier)
-    residents = Residents(stores, specs_of(arrays), homes, parts)  # pyrefly: ignore
+    residents = Residents(stores, parts, homes)  # pyrefly: ignore
     residents.create({a: ARRAYS[a.path][2] for a in arrays})
     for array, value in arrays.items():
         residents.write_share(array, np.array(parts.of(array).take(value)))

@@ -14,6 +14,7 @@ from zinf.checkpoint.stripes import held_bytes, move, room, stripe_bytes
 from zinf.core.memory import open_stores
 from zinf.core.memory.residents import Residents
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.sharding import layouts_on_one
 
 MIB = 2**20
 ARRAY = ArrayId(Role.PARAM, "kernel")
@@ -23,7 +24,8 @@ SHAPES = [(3,), (7, 5), (100, MIB), (4 * MIB + 1,), (50 * MIB, 1), (3, 8 * MIB)]
 def residents_of(spec: ArraySpec | None, home: Tier) -> Residents:
     """Residents that hold one array, or none; nothing is read."""
     specs = {} if spec is None else {ARRAY: spec}
-    return Residents(open_stores(jax.devices()[0]), specs, dict.fromkeys(specs, home))
+    (device, *_), homes = jax.devices(), dict.fromkeys(specs, home)
+    return Residents(open_stores(device), layouts_on_one(device, specs), homes)
 
 
 def share(spec: ArraySpec) -> Share:

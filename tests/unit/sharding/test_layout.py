@@ -140,7 +140,7 @@ def test_any_rows_are_read_and_written_alike_however_an_array_is_cut(name, tier,
     assert found.of(array).has_whole_rows == (name == "by columns")
     budgets = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "nvme_bytes": 0}
     stores = open_stores(list(mesh.devices.flat), **budgets)
-    residents = Residents(stores, specs, {array: tier}, found)
+    residents = Residents(stores, found, {array: tier})
     expected = np.random.default_rng(0).standard_normal(shape, np.float32)
     edges = [*range(0, shape[0], max(5, shape[0] // 4)), shape[0]]
     for rows in zip(edges, edges[1:], strict=False):

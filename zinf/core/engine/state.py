@@ -66,20 +66,18 @@ def make_residents(
     Raises:
         StorageError: a drive is not writable, or has less space than a step needs.
     """
-    specs, separated = planner.array_specs(), planner.separated
     homes = {a: tier for a, tier in plan.homes.items() if a.role != Role.CONST}
-    residents = Residents(stores, specs, homes, layouts)
+    residents = Residents(stores, layouts, homes)
     if stores.nvme is not None:
         stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
         by_row = {a.whole for a in homes if a.rows}
         # No chunk crosses the end of a block of its array. Those of a compute copy have
         # more rows than the blocks of its master, so updates may share such a chunk.
-        limit = block_bytes(separated)
+        limit = block_bytes(planner.separated)
+        shares = {a: entry.share for a, entry in layouts.arrays.items()}
         chunks = {
             a: 1 if a in by_row else block_rows(share.shape, share.nbytes, limit)
-            for a, share in (
-                (a, layouts.share_spec(a, spec)) for a, spec in specs.items()
-            )
+            for a, share in shares.items()
         }
         residents.create(chunks)
     return residents

@@ -15,8 +15,8 @@ from zinf.core.memory.shares import (
     to_shares,
 )
 from zinf.core.memory.stores import Stores
-from zinf.core.program import ArrayId, ArraySpec, Tier
-from zinf.core.sharding import Layouts, layouts_on_one
+from zinf.core.program import ArrayId, Tier
+from zinf.core.sharding import Layouts
 
 
 class Residents:
@@ -31,20 +31,16 @@ class Residents:
     the whole array in every process, and each keeps its share of it.
 
     Args:
-        specs: the spec of every array as a whole, by its id without rows.
+        layouts: the table of the arrays as wholes.
         homes: the tier of every piece: whole arrays, or rows of them.
-        layouts: how arrays lie on the devices; by default all lie on one device.
+
+    Attributes:
+        specs: the spec of every array as a whole.
     """
 
-    def __init__(
-        self,
-        stores: Stores,
-        specs: Mapping[ArrayId, ArraySpec],
-        homes: Mapping[ArrayId, Tier],
-        layouts: Layouts | None = None,
-    ):
-        self.stores, self.specs, self.homes = stores, dict(specs), dict(homes)
-        self.layouts = layouts or layouts_on_one(stores.device.device, specs)
+    def __init__(self, stores: Stores, layouts: Layouts, homes: Mapping[ArrayId, Tier]):
+        self.stores, self.layouts, self.homes = stores, layouts, dict(homes)
+        self.specs = layouts.specs
         self._pieces: dict[ArrayId, list[ArrayId]] = {}
         for piece in self.homes:
             self._pieces.setdefault(piece.whole, []).append(piece)
@@ -57,10 +53,9 @@ class Residents:
             if any(self.homes[piece] == Tier.NVME for piece in pieces):
                 store = self.stores[Tier.NVME]
                 assert isinstance(store, NvmeStore)
-                share = self.layouts.share_spec(whole, self.specs[whole])
                 cut = self.layouts.of(whole).cut_dims
                 rows = rows_per_chunk.get(whole)
-                store.create(whole, share, rows, cut_dims=cut)
+                store.create(whole, self.layouts.share(whole), rows, cut_dims=cut)
 
     def read(self, array: ArrayId) -> np.ndarray:
         """`array` (whole, or any rows) on the host; the caller must not change it."""

@@ -3,6 +3,7 @@
 from zinf.core.sharding.encoding import Blocks
 from zinf.core.sharding.layout import Box, Layout, intersection, relative
 from zinf.core.sharding.layouts import (
+    Entry,
     Layouts,
     batch_dims,
     batch_layouts,
@@ -25,6 +26,7 @@ __all__ = [
     "Blocks",
     "Box",
     "Dim",
+    "Entry",
     "Layout",
     "Layouts",
     "as_cut",

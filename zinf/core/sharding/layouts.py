@@ -1,4 +1,4 @@
-"""The layouts of all arrays that a step names."""
+"""The table of a step's arrays: what each is in the program, and how it is cut."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from types import MappingProxyType
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zinf.core.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role
+from zinf.core.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role, Rows
 from zinf.core.sharding.layout import Layout
 from zinf.core.sharding.mesh import make_mesh, replicated
 from zinf.core.sharding.rule import STATE_STAGE, AxisRule, Dim, axis_rule
@@ -18,16 +18,40 @@ ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
+class Entry:
+    """A persistent array, as a whole or as rows of the leading dim."""
+
+    spec: ArraySpec
+    layout: Layout
+
+    def piece(self, rows: Rows) -> "Entry":
+        """The entry of these rows; the leading dim must not be cut."""
+        return Entry(self.spec.piece(rows), self.layout.piece(rows))
+
+    @property
+    def share(self) -> ArraySpec:
+        """The spec of this process's share."""
+        return replace(self.spec, shape=self.layout.share_shape)
+
+    @property
+    def on_device(self) -> ArraySpec:
+        """The spec of the part that one device holds."""
+        return replace(self.spec, shape=self.layout.device_shape)
+
+
+@dataclass(frozen=True)
 class Layouts:
-    """The layouts of all arrays that a step names.
+    """The table of all arrays that a step names.
 
     Attributes:
-        arrays: layouts of persistent arrays and gradients, as wholes.
+        arrays: every persistent array as a whole, in the order of the parameters.
+        gradients: layouts of the gradients of parameters, by path.
         values: layouts of the values that cross cuts, by name.
     """
 
     rule: AxisRule
-    arrays: Mapping[ArrayId, Layout]
+    arrays: Mapping[ArrayId, Entry]
+    gradients: Mapping[str, Layout]
     values: Mapping[str, Layout]
 
     @property
@@ -36,11 +60,28 @@ class Layouts:
 
     def of(self, array: ArrayId) -> Layout:
         """The layout of an array, which may be rows of another."""
-        if array.role.lies_as == Role.VALUE:
-            return self.values[array.path]
-        if array.role == Role.NORM:
-            return whole_layout((), self.mesh)
-        return self.arrays[array.lies_as].piece(array.rows)
+        match array.role.lies_as:
+            case Role.VALUE:
+                return self.values[array.path]
+            case Role.NORM:
+                return whole_layout((), self.mesh)
+            case Role.GRADIENT:
+                return self.gradients[array.path].piece(array.rows)
+        return self.arrays[array.whole].layout.piece(array.rows)
+
+    @property
+    def specs(self) -> dict[ArrayId, ArraySpec]:
+        """The spec of every persistent array as a whole."""
+        return {array: entry.spec for array, entry in self.arrays.items()}
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on one device if all persistent arrays rest on the devices."""
+        return sum(entry.on_device.nbytes for entry in self.arrays.values())
+
+    def share(self, array: ArrayId) -> ArraySpec:
+        """The spec of this process's share of a persistent array, or of rows of it."""
+        return self.arrays[array.whole].piece(array.rows).share
 
     def own_part(self, gradient: ArrayId) -> Layout | None:
         """The layout of the part of a gradient that each device updates alone.
@@ -70,10 +111,6 @@ class Layouts:
         values = {n: whole_layout(shape, self.mesh) for n, shape in shapes.items()}
         return replace(self, values=values | batch_layouts(batch, self.rule))
 
-    def share_spec(self, array: ArrayId, spec: ArraySpec) -> ArraySpec:
-        """The spec of this process's share of an array of `spec`."""
-        return replace(spec, shape=self.of(array).share_shape)
-
     def share_of(self, program: Program) -> Program:
         """The program with specs of this process's shares and one device's flops."""
         values = {
@@ -90,8 +127,12 @@ class Layouts:
 
         The keys are `ArrayId.lies_as`; fractions of 1 are left out.
         """
-        values = {ArrayId(Role.VALUE, n): layout for n, layout in self.values.items()}
-        parts = {a: _part(layout) for a, layout in {**values, **self.arrays}.items()}
+        layouts = {
+            **{ArrayId(Role.VALUE, n): layout for n, layout in self.values.items()},
+            **{array: entry.layout for array, entry in self.arrays.items()},
+            **{ArrayId(Role.GRADIENT, p): x for p, x in self.gradients.items()},
+        }
+        parts = {array: _part(layout) for array, layout in layouts.items()}
         return {array: part for array, part in parts.items() if part != 1}
 
 
@@ -190,7 +231,7 @@ def persistent_layouts(
     divided: Mapping[str, Mapping[int, Dim]] = MappingProxyType({}),
     indivisible: Collection[str] = (),
 ) -> Layouts:
-    """The layouts of persistent arrays, and of the gradients of parameters.
+    """The table of persistent arrays, with the gradients of parameters.
 
     Args:
         specs: every array as a whole.
@@ -199,7 +240,7 @@ def persistent_layouts(
             stage, the dims that are cut (`axes.experts`).
         indivisible: leaves that are updated as wholes and therefore never padded.
     """
-    found = {}
+    arrays, gradients = {}, {}
     for array, spec in specs.items():
         # State may have fewer dims than its parameter (adafactor).
         param = specs.get(ArrayId(Role.PARAM, array.path), spec)
@@ -213,11 +254,10 @@ def persistent_layouts(
         layout = _layout(array.role, spec.shape, rule, *flags)
         if array.role == Role.PARAM and spec.dtype in ENCODED_DTYPES:
             layout = _encoded(layout, rule)
-        found[array] = layout
+        arrays[array] = Entry(spec, layout)
         if array.role == Role.PARAM:
-            gradient = ArrayId(Role.GRADIENT, array.path)
-            found[gradient] = _layout(Role.GRADIENT, spec.shape, rule, *flags)
-    return Layouts(rule, found, {})
+            gradients[array.path] = _layout(Role.GRADIENT, spec.shape, rule, *flags)
+    return Layouts(rule, arrays, gradients, {})
 
 
 def _encoded(layout: Layout, rule: AxisRule) -> Layout:
@@ -229,7 +269,7 @@ def _encoded(layout: Layout, rule: AxisRule) -> Layout:
 
 
 def layouts_on_one(device: jax.Device, specs: Mapping[ArrayId, ArraySpec]) -> Layouts:
-    """The layouts of arrays that are whole on one device."""
+    """The table of arrays that are whole on one device."""
     rule = axis_rule(make_mesh([device]), stage=0, min_bytes=0)
     return persistent_layouts(specs, rule)
 

@@ -1,7 +1,9 @@
 """The persistent arrays of a problem: their shapes, pieces and configured tiers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
+from types import MappingProxyType
+from typing import Any
 
 import jax
 
@@ -9,7 +11,8 @@ from zinf.core.config import Config
 from zinf.core.optim.separate import Separated
 from zinf.core.plan import Catalog, Resident
 from zinf.core.problem.problem import STATE_PREFIX, Problem
-from zinf.core.program import ArrayId, ArraySpec, Leaf, Program, Role, Tier
+from zinf.core.program import ArrayId, ArraySpec, Program, Role, Tier
+from zinf.core.sharding import Layouts
 
 # Transfers per step of an array that rests on another tier than the one that uses it.
 PARAM_MOVES, STATE_MOVES = 3, 2
@@ -49,11 +52,9 @@ def describe_state(
     return f"{total:.2f} bytes at rest a parameter: {', '.join(parts)}{frozen}"
 
 
-def piece_specs(
-    wholes: Mapping[ArrayId, ArraySpec],
-    program: Program,
-    homes: Mapping[ArrayId, Tier] | None,
-) -> dict[ArrayId, ArraySpec]:
+def resting_pieces(
+    layouts: Layouts, program: Program, homes: Mapping[ArrayId, Tier] | None = None
+) -> list[ArrayId]:
     """Every persistent array in the pieces in which it rests.
 
     A leaf that is stacked over layers has one piece per row; any other leaf has one.
@@ -62,16 +63,38 @@ def piece_specs(
         homes: the tiers of pieces that are already placed; None if none is placed.
     """
     leaves = {leaf.path: leaf for leaf in program.leaves}
-    specs = {}
-    for whole, spec in wholes.items():
-        for piece in _pieces(whole, leaves[whole.path]):
-            if homes is None or piece in homes:
-                specs[piece] = spec.piece(piece.rows)
-            else:
-                specs[whole] = spec
-    for name in program.consts:
-        specs[ArrayId(Role.CONST, name)] = program.values[name]
-    return specs
+    pieces: dict[ArrayId, None] = {}
+    for whole in layouts.arrays:
+        for piece in leaves[whole.path].pieces(whole):
+            pieces[piece if homes is None or piece in homes else whole] = None
+    return list(pieces)
+
+
+def make_catalog(
+    program: Program,
+    layouts: Layouts,
+    pieces: Iterable[ArrayId],
+    homes: Mapping[ArrayId, Tier] | None,
+    *,
+    caches: Mapping[ArrayId, Tier] = MappingProxyType({}),
+    **rest: Any,
+) -> Catalog:
+    """The catalog of a compiled program, with the bytes of this process's shares.
+
+    Args:
+        pieces: the persistent arrays, as they rest.
+        homes: the tiers of those that are already placed; None if none is. The
+            constants of the program are placed beside them, on the device.
+        caches: the tiers of the program's caches.
+    """
+    shares = layouts.share_of(program)
+    consts = [ArrayId(Role.CONST, name) for name in program.consts]
+    specs = {array: layouts.share(array) for array in pieces}
+    specs |= {array: shares.values[array.path] for array in (*consts, *caches)}
+    if homes is not None:
+        homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE), **caches}
+    parts = layouts.device_parts()
+    return Catalog(shares, specs, homes or {}, device_parts=parts, **rest)
 
 
 def residents(catalog: Catalog, config: Config) -> list[Resident]:
@@ -131,9 +154,3 @@ def kept_off_nvme(
 def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:
     dtype = abstract.dtype
     return ArraySpec(tuple(abstract.shape), str(dtype), dtype.itemsize)
-
-
-def _pieces(whole: ArrayId, leaf: Leaf) -> list[ArrayId]:
-    if leaf.num_layers is None:
-        return [whole]
-    return list(leaf.pieces(whole))

@@ -36,6 +36,7 @@ from zinf.core.segment import (
     segment_function,
 )
 from zinf.core.sharding import Layouts
+from zinf.core.step.arrays import make_catalog
 from zinf.core.step.exchange import forward_exchanges
 from zinf.core.step.planner import AtRest, Compiled, Planner, Streamed
 from zinf.core.step.shrink import Limits
@@ -242,27 +243,20 @@ class _Planned:
     def catalog(
         self, program: Program, compiled: Compiled, cache_tier: Tier
     ) -> Catalog:
-        segments, layouts = compiled.segments, compiled.layouts
-        consts = [ArrayId(Role.CONST, name) for name in program.consts]
-        wholes = self.planner.array_specs()
-        specs = {a: wholes[a.whole].piece(a.rows) for a in self.homes}
-        caches = [
-            cache(name, m)
+        segments = compiled.segments
+        caches = {
+            cache(name, m): cache_tier
             for name in program.caches
             for m in range(self.num_microbatches)
-        ]
-        specs |= {array: program.values[array.path] for array in (*consts, *caches)}
-        return Catalog(
-            layouts.share_of(program),
-            {array: layouts.share_spec(array, spec) for array, spec in specs.items()},
-            {
-                **self.homes,
-                **dict.fromkeys(consts, Tier.DEVICE),
-                **dict.fromkeys(caches, cache_tier),
-            },
-            [(segment.evaluation_bytes(), 0) for segment in segments],
+        }
+        return make_catalog(
+            program,
+            compiled.layouts,
+            self.homes,
+            self.homes,
+            caches=caches,
+            workspace=[(segment.evaluation_bytes(), 0) for segment in segments],
             rates=self.planner.rates(),
-            device_parts=layouts.device_parts(),
             exchange=[(x, NO_EXCHANGE) for x in forward_exchanges(segments)],
         )
 

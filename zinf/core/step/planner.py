@@ -24,7 +24,6 @@ from zinf.core.optim.clipping import Clipping
 from zinf.core.optim.separate import Separated
 from zinf.core.plan import (
     Arrangement,
-    Catalog,
     Choices,
     InfeasibleError,
     Plan,
@@ -43,7 +42,7 @@ from zinf.core.problem.problem import Problem
 from zinf.core.problem.source import Source, check_dependence
 from zinf.core.problem.weighted import LossWeight, split_weight
 from zinf.core.process.uncollected import uncollected
-from zinf.core.program import ArrayId, ArraySpec, Program, Role, Tier
+from zinf.core.program import ArrayId, Program, Role, Tier
 from zinf.core.segment import (
     Segment,
     Segmented,
@@ -67,8 +66,9 @@ from zinf.core.sharding.mesh import TENSOR, local_devices
 from zinf.core.step.arrays import (
     array_specs,
     kept_off_nvme,
-    piece_specs,
+    make_catalog,
     residents,
+    resting_pieces,
 )
 from zinf.core.step.attention import AttentionRows
 from zinf.core.step.batch import batch_spec, check_rows
@@ -234,7 +234,7 @@ class Planner:
     @property
     def param_bytes(self) -> int:
         """Bytes of all parameters in the compute dtype."""
-        specs = self.array_specs().items()
+        specs = array_specs(self.problem, self.separated).items()
         return sum(spec.nbytes for array, spec in specs if array.role == Role.PARAM)
 
     def plan_batch(self, batch: Any) -> Streamed | Fused | Offloaded:
@@ -434,10 +434,7 @@ class Planner:
 
         Compiling, which would find it too, takes minutes for a large model.
         """
-        needed = sum(
-            layouts.share_spec(array, spec).nbytes
-            for array, spec in self.array_specs().items()
-        )
+        needed = sum(entry.share.nbytes for entry in layouts.arrays.values())
         capacity = self.capacity()
         if needed > capacity[Tier.HOST]:
             short = Shortage(capacity[Tier.HOST], needed, "the state")
@@ -485,18 +482,10 @@ class Planner:
                 a.rows for a in homes
             )
         tiers = {self.config.param_tier, self.config.optimizer_tier}
-        state = self.device_state_bytes(layouts)
+        state = layouts.device_bytes
         return tiers <= {None, Tier.DEVICE} and state <= self.capacity()[Tier.DEVICE]
 
-    def device_state_bytes(self, layouts: Layouts) -> int:
-        """Bytes on one device if all persistent arrays rest on the devices."""
-        return sum(
-            replace(spec, shape=layouts.of(array).device_shape).nbytes
-            for array, spec in self.array_specs().items()
-        )
-
     def fuse(self, batch: Any, layouts: Layouts) -> Fused:
-        specs = self.array_specs()
         program = compile_fused(
             self.problem,
             self.separated,
@@ -507,8 +496,8 @@ class Planner:
             layouts=layouts,
         )
         plan = fused_plan(
-            dict.fromkeys(specs, Tier.DEVICE),
-            self.device_state_bytes(layouts),
+            dict.fromkeys(layouts.arrays, Tier.DEVICE),
+            layouts.device_bytes,
             program.workspace_bytes,
             self.capacity(),
             program.flops,
@@ -529,10 +518,8 @@ class Planner:
             )
         segmented = self.cut(source, layouts, self.config.segment_max_bytes)
         program = self._offloaded_program(batch, segmented, layouts)
-        found = piece_specs(self.array_specs(), segmented.program, None)
-        pieces = [array for array in found if array.role != Role.CONST]
         plan = offloaded_plan(
-            dict.fromkeys(pieces, Tier.HOST),
+            dict.fromkeys(resting_pieces(layouts, segmented.program), Tier.HOST),
             program.moved,
             sum(stack.nbytes for stack in program.stacks),
             {Tier.DEVICE: program.device_bytes, Tier.HOST: program.host_bytes},
@@ -718,19 +705,15 @@ class Planner:
             value_tier=self.config.activation_tier or Tier.DEVICE,
             gradient_tier=Tier.HOST,
         )
-        specs = {
-            array: layouts.share_spec(array, spec)
-            for array, spec in piece_specs(self.array_specs(), program, homes).items()
-        }
         capacity = self.capacity()
-        catalog = Catalog(
-            layouts.share_of(program),
-            specs,
-            homes or {},
-            workspace,
-            counts,
-            self.rates(),
-            device_parts=layouts.device_parts(),
+        catalog = make_catalog(
+            program,
+            layouts,
+            resting_pieces(layouts, program, homes),
+            homes,
+            workspace=workspace,
+            num_contributions=counts,
+            rates=self.rates(),
             exchange=segment_exchanges(segments),
             norm_classes=self.separated.norm_groups.classes,
         )
@@ -742,9 +725,6 @@ class Planner:
         rest = updates.units, capacity, options, choices
         placed: list[Resident] = []
         if homes is not None:
-            consts = [ArrayId(Role.CONST, name) for name in program.consts]
-            homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE)}
-            catalog = replace(catalog, homes=homes)
             search = partial(build_at_home, catalog, *rest)
         else:
             placed = residents(catalog, self.config)
@@ -810,7 +790,7 @@ class Planner:
                 and which over experts.
         """
         return persistent_layouts(
-            self.array_specs(),
+            array_specs(self.problem, self.separated),
             self.rule,
             layers=read_by_row(source.graph, source.params),
             divided=self.divided(source),
@@ -838,10 +818,6 @@ class Planner:
             for path, dim in dims.items():
                 found.setdefault(path, {})[dim] = meaning
         return found
-
-    def array_specs(self) -> dict[ArrayId, ArraySpec]:
-        """Every persistent array as a whole."""
-        return array_specs(self.problem, self.separated)
 
     def capacity(self) -> dict[Tier, int]:
         """The byte budget of each tier."""

@@ -8,7 +8,6 @@ devices of the CPU backend have the same memory kinds, all in one memory.
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from zinf.core.memory.host.pages import PINNED
 from zinf.core.memory.host.store import HostStore
 from zinf.core.memory.store import DONE, check_kind, check_replaces, check_rows
 from zinf.core.program import ArrayId
-from zinf.core.sharding import Layout, relative
+from zinf.core.sharding import Entry, Layout, relative
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,20 @@ class Stack:
 
     Attributes:
         members: whole persistent arrays of one shape and dtype, by layer.
-        layout: the layout of each; at rest an array is cut as its shares are.
-        dtype: the NumPy (or ml_dtypes) name.
+        entry: of each; at rest an array is cut as its shares are.
     """
 
     members: tuple[ArrayId, ...]
-    layout: Layout
-    dtype: str
+    entry: Entry
+
+    @property
+    def layout(self) -> Layout:
+        return self.entry.layout
+
+    @property
+    def dtype(self) -> str:
+        """The NumPy (or ml_dtypes) name."""
+        return self.entry.spec.dtype
 
     @property
     def is_stacked(self) -> bool:
@@ -54,7 +60,7 @@ class Stack:
     @property
     def nbytes(self) -> int:
         """Bytes that this process keeps."""
-        return prod(self.share_shape) * np.dtype(self.dtype).itemsize
+        return len(self.members) * self.entry.share.nbytes
 
     @property
     def sharding(self) -> NamedSharding:

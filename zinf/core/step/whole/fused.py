@@ -27,7 +27,6 @@ from zinf.core.problem.weighted import WEIGHT
 from zinf.core.program import ArrayId, Role
 from zinf.core.sharding import Layouts, as_cut, batch_layouts, cut, gather
 from zinf.core.sharding.mesh import SEQ, replicated
-from zinf.core.step.arrays import array_specs
 from zinf.core.step.sums import sum_dtype, sum_squares
 from zinf.core.topology import compile_for
 
@@ -72,8 +71,8 @@ def compile_fused(
 
     own_parts = {p: layouts.own_part(ArrayId(Role.GRADIENT, p)) for p in trained}
     specs = {
-        array: jax.ShapeDtypeStruct(layouts.of(array).padded, spec.dtype)
-        for array, spec in array_specs(problem, separated).items()
+        array: jax.ShapeDtypeStruct(entry.layout.padded, entry.spec.dtype)
+        for array, entry in layouts.arrays.items()
     }
     ids = tuple(specs)
 

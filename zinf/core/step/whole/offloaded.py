@@ -216,8 +216,9 @@ def _workspace(compiled: jax.stages.Compiled, gradient_bytes: int) -> tuple[int,
     return on_device - on_host, on_host
 
 
-def _abstract(stack: Stack) -> jax.ShapeDtypeStruct:
-    dtype = jnp.dtype(stack.dtype)
+def _abstract(stack: Stack, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """The array of a stack, or of as many numbers of another dtype."""
+    dtype = jnp.dtype(stack.dtype) if dtype is None else dtype
     return jax.ShapeDtypeStruct(stack.shape, dtype, sharding=stack.sharding)
 
 
@@ -301,7 +302,7 @@ class _Step:
     def gradient_bytes(self) -> int:
         """Bytes of all gradients on the host, for one device."""
         return sum(
-            device_bytes(_abstract(replace(stack, dtype=str(self._grad_dtype(stack)))))
+            device_bytes(_abstract(stack, self._grad_dtype(stack)))
             for stack in self._trained_params
             if stack not in self.in_passes
         )

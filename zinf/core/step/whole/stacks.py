@@ -8,10 +8,9 @@ from typing import Any
 from zinf.core.memory.host.pinned import Stack
 from zinf.core.optim.separate import LeafUpdate, Separated
 from zinf.core.problem.problem import Problem
-from zinf.core.program import ArrayId, ArraySpec, Role, SegmentSpec
+from zinf.core.program import ArrayId, Role, SegmentSpec
 from zinf.core.segment.loops import Part, find_parts
 from zinf.core.sharding import Layouts
-from zinf.core.step.arrays import array_specs
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,11 @@ class AtRestTogether:
                 for arrays in zip(*rows, strict=True):
                     if arrays[0].rows is None:
                         found.update(self._stacked([a.path for a in arrays]))
-        for array in self._arrays:
+        arrays = self.layouts.arrays
+        for array in arrays:
             if array not in found:
                 found[array] = self._stack([array])
-        return tuple(dict.fromkeys(found[array] for array in self._arrays))
+        return tuple(dict.fromkeys(found[array] for array in arrays))
 
     @cached_property
     def places(self) -> Mapping[ArrayId, tuple[Stack, int]]:
@@ -62,13 +62,9 @@ class AtRestTogether:
         return self.problem.params[path].updated()
 
     @cached_property
-    def _arrays(self) -> Mapping[ArrayId, ArraySpec]:
-        return array_specs(self.problem, self.separated)
-
-    @cached_property
     def _by_path(self) -> Mapping[str, list[ArrayId]]:
         found: dict[str, list[ArrayId]] = {}
-        for array in self._arrays:
+        for array in self.layouts.arrays:
             found.setdefault(array.path, []).append(array)
         return found
 
@@ -79,9 +75,7 @@ class AtRestTogether:
         return {array: stack for stack in stacks for array in stack.members}
 
     def _stack(self, arrays: Sequence[ArrayId]) -> Stack:
-        first = arrays[0]
-        dtype = self._arrays[first].dtype
-        return Stack(tuple(arrays), self.layouts.of(first), dtype)
+        return Stack(tuple(arrays), self.layouts.arrays[arrays[0]])
 
     def _is_alike(self, array: ArrayId, other: ArrayId, distance: int) -> bool:
         if array.rows is None or other.rows is None:
@@ -93,9 +87,7 @@ class AtRestTogether:
     def _kind(self, array: ArrayId) -> Any:
         """What two leaves must have in common to rest in one stack."""
         path = array.path
-        arrays = [
-            (a.kind, self._arrays[a], self.layouts.of(a)) for a in self._by_path[path]
-        ]
+        arrays = [(a.kind, self.layouts.arrays[a]) for a in self._by_path[path]]
         update = None
         if path in self.updates:
             number, leaf = self.updates[path]
