@@ -28,7 +28,8 @@ from zinf.core.engine.initialize import make_planner
 from zinf.core.plan import InfeasibleError, Plan
 from zinf.core.program import Tier
 from zinf.core.step.planner import Planner
-from zinf.core.step.shrink import Limits
+from zinf.core.step.shrink import Limits, compiled, cut
+from zinf.core.step.stream import stream_segments
 
 BUDGET = 2 << 30
 TOKENS = 16
@@ -90,12 +91,12 @@ def plan(
     limits = Limits(tile_bytes(hidden, factor))
     source = planner.trace(batch_specs(hidden), limits.param_bytes)
     layouts = planner.layouts(source)
-    segmented = planner.cut(source, layouts, limits.param_bytes)
+    segmented = cut(planner, source, layouts, limits.param_bytes)
     tilings = segmented.program.tilings
     assert len(tilings[0].tiles if tilings else [()]) == factor, (hidden, factor)
-    compiled = planner.compile(segmented, layouts, limits)
+    made = compiled(planner, segmented, layouts, limits)
     try:
-        return planner.stream_segments(segmented, compiled, limits, None).plan
+        return stream_segments(planner, segmented, made, limits).plan
     except InfeasibleError:
         return None
 

@@ -14,7 +14,9 @@ import zinf
 from tests.equivalence import programs
 from zinf.core.engine.initialize import make_planner
 from zinf.core.program import Program
-from zinf.core.step.planner import Planner, Streamed
+from zinf.core.step.planner import Planner
+from zinf.core.step.run.streamed import Streamed
+from zinf.core.step.shrink import cut
 from zinf.models import GPTConfig
 from zinf.models.gpt import init_and_loss
 
@@ -50,7 +52,7 @@ def test_48_layers_have_as_many_executables_as_4(scan_layers):
     planners = [planner_of(n, scan_layers=scan_layers) for n in (FEW, MANY)]
     sources = [planner.trace(SPEC) for planner in planners]
     few, many = (
-        p.cut(source, p.layouts(source), None).program
+        cut(p, source, p.layouts(source), None).program
         for p, source in zip(planners, sources, strict=True)
     )
     assert len(many.segments) - len(few.segments) == MANY - FEW
@@ -84,7 +86,7 @@ def test_more_layers_have_no_more_executables(name, monkeypatch):
             rng=KEY if program.uses_key else None,
         )
         source = planner.trace(planner.batch_spec(program.batch))
-        made = planner.cut(source, planner.layouts(source), None).program
+        made = cut(planner, source, planner.layouts(source), None).program
         counts.append((len(made.segments), count_bodies(made)))
     (few, bodies), (many, same) = counts
     assert many == few + 3

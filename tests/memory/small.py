@@ -14,7 +14,7 @@ import zinf
 from zinf.core.engine.initialize import make_planner
 from zinf.core.plan import InfeasibleError, Plan, StepOptions, Transfer, build
 from zinf.core.program import Tier
-from zinf.core.step.planner import Streamed
+from zinf.core.step.run.streamed import Streamed
 
 NUM_LAYERS, WIDTH, BATCH, STEPS = 6, 64, 8, 3
 MATRIX_BYTES = 4 * WIDTH * WIDTH  # one layer, and each of its two moments

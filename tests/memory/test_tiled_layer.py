@@ -10,7 +10,8 @@ import pytest
 from zinf.core.engine.initialize import make_planner
 from zinf.core.plan import InfeasibleError
 from zinf.core.program import Tier
-from zinf.core.step.shrink import Limits
+from zinf.core.step.shrink import Limits, compiled, cut
+from zinf.core.step.stream import stream_segments
 
 BUDGET = 8 << 20
 TOKENS = 2
@@ -43,12 +44,12 @@ def fits(hidden: int, num_tiles: int) -> bool:
     batch = jax.ShapeDtypeStruct((TOKENS, hidden), jnp.float32)
     source = planner.trace(batch, limits.param_bytes)
     layouts = planner.layouts(source)
-    segmented = planner.cut(source, layouts, limits.param_bytes)
+    segmented = cut(planner, source, layouts, limits.param_bytes)
     tilings = segmented.program.tilings
     assert sum(len(t.tiles) for t in tilings) == (num_tiles if num_tiles > 1 else 0)
-    compiled = planner.compile(segmented, layouts, limits)
+    made = compiled(planner, segmented, layouts, limits)
     try:
-        plan = planner.stream_segments(segmented, compiled, limits, None).plan
+        plan = stream_segments(planner, segmented, made, limits).plan
     except InfeasibleError:
         return False
     assert plan.peak_bytes[Tier.DEVICE] <= BUDGET

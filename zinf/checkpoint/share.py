@@ -8,7 +8,6 @@ from math import prod
 import jax
 
 from zinf.checkpoint.grid import Grid, Index, whole_box
-from zinf.core.memory import NvmeStore
 from zinf.core.memory.chunk import MAX_CHUNK_BYTES, MAX_EXCESS, chunk_shape, on_one_grid
 from zinf.core.memory.residents import Residents
 from zinf.core.program import ArrayId, ArraySpec, Tier
@@ -88,9 +87,7 @@ def share_of(residents: Residents, array: ArrayId) -> Share:
     spec = residents.layouts.share(array)
     chunk = _common_chunk(spec, layout)
     if any(residents.homes[p] == Tier.NVME for p in residents.pieces(array)):
-        store = residents.stores[Tier.NVME]
-        assert isinstance(store, NvmeStore)
-        own = store.layout(array).chunk
+        own = residents.stores.drives.layout(array).chunk
         chunk = own if on_one_grid(spec, own, layout.cut_dims) else chunk
     return Share(array, Grid(residents.specs[array], chunk), layout)
 

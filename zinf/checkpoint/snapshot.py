@@ -147,8 +147,7 @@ class Snapshot:
         """
         if self._tiers(stripe) != {Tier.NVME}:
             return False
-        store = self.residents.stores[Tier.NVME]
-        assert isinstance(store, NvmeStore)
+        store = self.residents.stores.drives
         if store.layout(stripe).chunk != share.grid.chunk:
             return False
         made: list[Linked] = []

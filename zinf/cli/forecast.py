@@ -18,7 +18,7 @@ from zinf.cli.task import task_of
 from zinf.core.config import Config
 from zinf.core.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
 from zinf.core.program import Tier
-from zinf.core.step.planner import AtRest
+from zinf.core.step.setup import AtRest
 from zinf.core.text.complaint import tell
 from zinf.core.topology import Topology, only_read
 from zinf.inference import (

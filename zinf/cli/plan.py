@@ -20,10 +20,10 @@ from zinf.core.machine.devices import group_devices, on_devices
 from zinf.core.paper import infinity_table, zero_table
 from zinf.core.plan import InfeasibleError, Plan
 from zinf.core.plan.instruction import Link
-from zinf.core.plan.show import show_instructions, show_tilings
+from zinf.core.plan.show import show_instructions
 from zinf.core.step.arrays import describe_state
 from zinf.core.step.compiled import compiled_runs
-from zinf.core.step.planner import Fused, Offloaded, Streamed
+from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.text.complaint import tell
 from zinf.core.topology import Topology, only_read, parse_topology
 from zinf.observe.compiled import executables_table, traffic_table, verdict
@@ -144,7 +144,7 @@ def rates_note(config: Config, topology: str | None) -> str:
 
 
 def _print_compiled(
-    made: Streamed | Fused | Offloaded, machine: Topology, param_bytes: int
+    made: AbstractPrepared, machine: Topology, param_bytes: int
 ) -> None:
     runs = compiled_runs(made)
     out = console()
@@ -170,14 +170,13 @@ def _wear(plan: Plan) -> str:
     )
 
 
-def _shown(made: Streamed | Fused | Offloaded, every: bool) -> str:
+def _shown(made: AbstractPrepared, every: bool) -> str:
     plan = made.plan
     count = len(plan.instructions) if every else SHOWN_INSTRUCTIONS
     text = show_instructions(plan.instructions[:count], plan.timeline)
     left = len(plan.instructions) - count
     more = f"\n... and {left:,} more instructions (--all prints them)" * (left > 0)
-    tiled = show_tilings(made.segmented.program) if isinstance(made, Streamed) else ""
-    return "\n\n".join(filter(None, (plan.summary(), tiled, text + more)))
+    return "\n\n".join(filter(None, (plan.summary(), made.tiled, text + more)))
 
 
 def print_tables() -> None:

@@ -32,7 +32,8 @@ from zinf.core.plan import InfeasibleError, Shortage, show_bytes
 from zinf.core.program import BUDGETS, Tier
 from zinf.core.segment import user_function
 from zinf.core.step.forward import plan_forward
-from zinf.core.step.planner import AtRest, Planner
+from zinf.core.step.planner import Planner
+from zinf.core.step.setup import AtRest
 from zinf.core.topology import Topology
 from zinf.data import TEACHER_LOGITS, Taught
 from zinf.distributed import Alone

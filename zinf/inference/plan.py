@@ -19,7 +19,8 @@ from zinf.core.plan import InfeasibleError
 from zinf.core.program import Tier
 from zinf.core.segment import Function, named_leaves
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
-from zinf.core.step.planner import AtRest, Planner
+from zinf.core.step.planner import Planner
+from zinf.core.step.setup import AtRest
 from zinf.inference.decoder import Decoder, checked_apply
 from zinf.inference.sampling import Sampling
 

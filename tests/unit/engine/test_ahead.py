@@ -127,7 +127,7 @@ def test_a_plan_made_ahead_trains_as_one_made_when_the_batch_came(config):
 
 def test_an_error_of_a_plan_is_raised_when_its_batch_comes(monkeypatch):
     with engine({}, batch=shapes(8)) as trained:
-        monkeypatch.setattr(Planner, "_plan", lambda *_: 1 / 0)
+        monkeypatch.setattr(Planner, "traced", lambda *_: 1 / 0)
         trained.prepare_ahead(shapes(4))
         trained.step(batch(8))
         with pytest.raises(ZeroDivisionError):

@@ -9,7 +9,7 @@ from flax import nnx
 import zinf
 from zinf.core.plan import Link
 from zinf.core.program import Tier
-from zinf.core.step.planner import AtRest
+from zinf.core.step.setup import AtRest
 from zinf.inference import (
     Forecast,
     GenerationPlanner,

@@ -23,9 +23,9 @@ from zinf.core.plan import (
 from zinf.core.plan.cost import Rates
 from zinf.core.program import Tier
 from zinf.core.sharding import axis_rule
-from zinf.core.step import planner as planning
+from zinf.core.step import choice, fuse, offload, setup
 from zinf.core.step.choice import faster, in_short, why_not_offloaded
-from zinf.core.step.planner import Offloaded
+from zinf.core.step.run.offloaded import Offloaded
 from zinf.core.step.whole import offloaded, sound
 from zinf.core.topology import parse_topology
 
@@ -116,8 +116,8 @@ def test_a_refusal_is_said_with_its_numbers():
 @pytest.fixture
 def elsewhere(monkeypatch):
     """The CPU taken for an accelerator: auto has something to choose."""
-    monkeypatch.setattr(planning, "computes_elsewhere", lambda mesh: True)
-    monkeypatch.setattr(planning, "check_sound", lambda device: None)
+    monkeypatch.setattr(setup.Setup, "computes_elsewhere", True)
+    monkeypatch.setattr(offload, "check_sound", lambda device: None)
 
 
 def planned(**config):
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_streamed_and_the_plan_says_what_was_short(elsewher
 def test_a_host_without_room_for_the_state_is_found_before_compiling(
     elsewhere, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(planning, "compile_offloaded", None)
+    monkeypatch.setattr(offload, "compile_offloaded", None)
     # Adam's moments and the parameters of 144 numbers: 1,728 bytes at rest.
     memory = {"host": 1700, "device": 1700, "nvme": [str(tmp_path)]}
     plan = planned(memory=memory)
@@ -158,7 +158,7 @@ def test_what_cannot_be_streamed_is_offloaded(elsewhere, monkeypatch):
     def refuse(*args):
         raise InfeasibleError({Tier.HOST: Shortage(1, 2, "a stage")}, ROOM)
 
-    monkeypatch.setattr(planning.Planner, "stream", refuse)
+    monkeypatch.setattr(choice, "stream", refuse)
     assert planned(**ON_HOST).why == (
         "Offloaded; not streamed, because a stage needs 2 bytes of the host, whose "
         "budget is 1."
@@ -188,26 +188,26 @@ def test_what_the_compiler_says_of_one_step_is_why_another_is_taken(
     def fail(*args, **named):
         raise jax.errors.JaxRuntimeError(error)
 
-    monkeypatch.setattr(planning, "compile_offloaded", fail)
+    monkeypatch.setattr(offload, "compile_offloaded", fail)
     plan = planned(**ON_HOST)
     assert not plan.is_one_program
     assert plan.why.startswith("Streamed; not offloaded, because ")
     assert why in plan.why and "pages" not in plan.why
-    monkeypatch.setattr(planning, "compile_fused", fail)
+    monkeypatch.setattr(fuse, "compile_fused", fail)
     found = planned().why
     assert found.startswith("Not fused, because ") and found.count(why) == 2
 
 
 def test_a_compiler_without_room_is_a_reason_with_its_numbers(elsewhere, monkeypatch):
-    monkeypatch.setattr(planning, "compile_offloaded", broken)
+    monkeypatch.setattr(offload, "compile_offloaded", broken)
     short = SimpleNamespace(available_bytes=5, needed_bytes=7)
-    monkeypatch.setattr(planning, "out_of_memory", lambda error: short)
+    monkeypatch.setattr(setup, "out_of_memory", lambda error: short)
     why = planned(**ON_HOST).why
     assert "needs 7 bytes of the device, whose budget is 5" in why
 
 
 def test_on_the_cpu_a_fused_step_that_does_not_compile_is_streamed(monkeypatch):
-    monkeypatch.setattr(planning, "compile_fused", broken)
+    monkeypatch.setattr(fuse, "compile_fused", broken)
     plan = planned()
     assert not plan.is_one_program
     assert plan.why.startswith("Not fused, because " + SAID)
@@ -218,14 +218,14 @@ def test_on_the_cpu_a_fused_step_that_does_not_compile_is_streamed(monkeypatch):
 def test_a_streamed_step_that_does_not_compile_leaves_the_offloaded_one(
     elsewhere, monkeypatch
 ):
-    monkeypatch.setattr(planning.Planner, "stream", broken)
+    monkeypatch.setattr(choice, "stream", broken)
     assert planned(**ON_HOST).why.startswith(f"Offloaded; not streamed, because {SAID}")
 
 
 def test_if_no_step_compiles_the_error_names_each(elsewhere, monkeypatch):
-    for name in ("compile_fused", "compile_offloaded"):
-        monkeypatch.setattr(planning, name, broken)
-    monkeypatch.setattr(planning.Planner, "stream", broken)
+    monkeypatch.setattr(fuse, "compile_fused", broken)
+    monkeypatch.setattr(offload, "compile_offloaded", broken)
+    monkeypatch.setattr(choice, "stream", broken)
     words = [f"Not {form}, because {SAID}" for form in ("fused", "offloaded")]
     with pytest.raises(NotImplementedError, match=".*".join(words)) as failed:
         planned()
@@ -238,7 +238,7 @@ def test_if_no_step_compiles_the_error_names_each(elsewhere, monkeypatch):
 @pytest.mark.slow
 def test_a_device_that_slices_host_arrays_wrongly_is_not_offloaded_to(monkeypatch):
     """As XLA has done for GPUs: the rows of a reversed loop were those of others."""
-    monkeypatch.setattr(planning, "computes_elsewhere", lambda mesh: True)
+    monkeypatch.setattr(setup.Setup, "computes_elsewhere", True)
     assert sound.deviation(jax.devices()[0]) < 1e-5
     right = offloaded.row
     monkeypatch.setattr(

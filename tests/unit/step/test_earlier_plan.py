@@ -15,9 +15,11 @@ from zinf.core.machine.rates_file import save_rates
 from zinf.core.plan import Rates
 from zinf.core.process import compile_cache
 from zinf.core.program import Tier
-from zinf.core.step import earlier_plan, planner
+from zinf.core.step import earlier_plan, setup
 from zinf.core.step.batch import batch_spec
-from zinf.core.step.planner import Planner, Streamed
+from zinf.core.step.planner import Planner
+from zinf.core.step.run import streamed
+from zinf.core.step.run.streamed import Streamed
 
 SPEC = batch_spec(PYTREE.batches(1)[0], 1)
 ADAM = optax.adam(1e-3)
@@ -52,8 +54,8 @@ class Searches(NamedTuple):
 def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
     found = Searches([], [])
 
-    def counted(name: str, calls: list[str]) -> Callable[..., Any]:
-        search = getattr(planner, name)
+    def counted(module: Any, name: str, calls: list[str]) -> Callable[..., Any]:
+        search = getattr(module, name)
 
         def call(*arguments: Any) -> Any:
             calls.append(name)
@@ -61,7 +63,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
 
         return call
 
-    placed = counted("build_placed", found.placed)
+    placed = counted(setup, "build_placed", found.placed)
     make = Planner.__init__
     monkeypatch.setattr(
         Planner,
@@ -70,7 +72,8 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
             self, *some, **{"build_placed": placed, **named}
         ),
     )
-    monkeypatch.setattr(planner, "retimed", counted("retimed", found.retimed))
+    retimed = counted(streamed, "retimed", found.retimed)
+    monkeypatch.setattr(streamed, "retimed", retimed)
     return found
 
 

@@ -14,6 +14,7 @@ from zinf.core.plan import Arrangement, Instruction, Link, Plan, Update
 from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.step import updates
 from zinf.core.step.joint import grouped, jointly_and_singly
+from zinf.core.step.shrink import cut
 from zinf_kernels.adam import cpu
 
 ROWS, COLUMNS = 10, 4
@@ -51,7 +52,7 @@ def compiled(tx=None, problem=(loss, params, ROWS), **config):
     source = planner.trace(batch, None)
     layouts = planner.layouts(source)
     return updates.compile_program_updates(
-        planner.cut(source, layouts, None).program,
+        cut(planner, source, layouts, None).program,
         planner.problem,
         planner.separated,
         accumulates=(),

@@ -46,7 +46,6 @@ from zinf.core.engine.state import (
 )
 from zinf.core.engine.turn import Turn
 from zinf.core.memory import Residents, Stores, close_when_dropped
-from zinf.core.memory.host.pinned import PinnedStore
 from zinf.core.optim.decision import MIXED
 from zinf.core.plan import Plan
 from zinf.core.problem.weighted import Weighted
@@ -58,18 +57,14 @@ from zinf.core.step.batch import (
     with_shapes_before,
 )
 from zinf.core.step.forward import check_rows_of_outputs, plan_forward
-from zinf.core.step.planner import AtRest, Fused, Offloaded, Planner, Streamed
+from zinf.core.step.planner import Planner
+from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.step.run.calibrate import StepsBesideRates
+from zinf.core.step.run.evaluation import evaluation_by_segment
 from zinf.core.step.run.forward import ForwardRunner, joined
 from zinf.core.step.run.run import StepRecord
-from zinf.core.step.run.runner import AbstractRunner
-from zinf.core.step.run.runners import (
-    Evaluation,
-    make_average_evaluation,
-    make_evaluation,
-    make_runner,
-    switch,
-)
+from zinf.core.step.run.runner import AbstractRunner, Evaluate, switch
+from zinf.core.step.setup import AtRest
 from zinf.inference import ROWS, Asked, Decoder, GenerationPlanner, Sampling, complete
 
 logger = logging.getLogger(__name__)
@@ -221,9 +216,9 @@ class Engine:
             self._condition.check()
             check_values(batch)
             self._warn_of_randomness()
-            evaluation = self._evaluation(batch, kind)
+            evaluate = self._evaluation(batch, kind)
             self._flush()
-            return evaluation.compute(batch, self._keys(), self._placed())
+            return evaluate(batch, self._keys(), self._placed())
 
     def prepare_evaluation(self, batch: Any, *, kind: str = MASTER) -> None:
         """Plan and compile `evaluate` for the shape of a batch, if the shape is new.
@@ -564,7 +559,7 @@ class Engine:
             def make() -> AbstractRunner:
                 with planner.problem.modes.own():
                     made = planner.plan(spec, at_rest)
-                    return _runner(made, planner, stores, spec, pending)
+                    return made.runner(planner, stores, spec, pending.wait)
 
             if planner.group.count > 1:
                 self._runners[shape] = make()
@@ -605,7 +600,8 @@ class Engine:
                 record=record,
             )
             if self.planner.problem.state_paths and not outcome.skips:
-                write_model_state(self._residents, self.planner, outcome, record)
+                problem = self.planner.problem
+                write_model_state(self._residents, problem, outcome, record)
         self._beside_rates.see(record)
         seconds = perf_counter() - start
         metrics = step_metrics(
@@ -620,7 +616,7 @@ class Engine:
         check_path(self.planner, path)
         found = None
         if self._current is not None:
-            found = self._current.gradient(self.planner, path)
+            found = self._current.gradient(path)
         if found is None:
             raise ValueError(
                 f"The gradient of {path!r} is not kept: there was no step, or its "
@@ -646,20 +642,21 @@ class Engine:
             with self._condition.updating("What a step left to do", record):
                 self._current.flush(record)
 
-    def _evaluation(self, batch: Any, kind: str) -> Evaluation:
+    def _evaluation(self, batch: Any, kind: str) -> Evaluate:
         """The evaluation of batches of one shape; the first batch places all state."""
         averages = None if kind == MASTER else averages_of(self.planner, kind)
         current = self._current or self._prepare(batch)
         shape = signature(batch)
 
-        def make() -> Evaluation:
+        def make() -> Evaluate:
             spec = self.planner.batch_spec(batch)
-            rest = self.planner, self.stores, spec
             with with_shapes_before(batch, self._runners):
                 if averages is None:
-                    return make_evaluation(*rest, self._runners.get(shape, current))
+                    training = self._runners.get(shape, current)
+                    return training.evaluation(self.planner, spec)
                 at_rest = AtRest(self._residents.homes, self._residents.layouts)
-                return make_average_evaluation(*rest, at_rest, averages)
+                rest = self.planner, self.stores, spec, at_rest
+                return evaluation_by_segment(*rest, averages=averages)
 
         return self._forward.get(("evaluate", kind, shape), make)
 
@@ -788,20 +785,20 @@ class Engine:
         made = self.planner.plan(spec, self._at_rest())
         if not self.is_placed:
             self._place(made)
-        return _runner(made, self.planner, self.stores, spec, self._pending_save)
+        wait = self._pending_save.wait
+        return made.runner(self.planner, self.stores, spec, wait)
 
     def _at_rest(self) -> AtRest | None:
         """Where the arrays rest; None if they are not placed yet."""
         if not self.is_placed:
             return None
         residents = self._residents
-        is_in_stacks = isinstance(self.stores.host, PinnedStore)
+        is_in_stacks = self.stores.stacks is not None
         return AtRest(residents.homes, residents.layouts, is_in_stacks)
 
-    def _place(self, made: Streamed | Fused | Offloaded) -> None:
+    def _place(self, made: AbstractPrepared) -> None:
         plan, layouts = made.plan, made.layouts
-        stacks = made.program.stacks if isinstance(made, Offloaded) else ()
-        stores = make_stores(plan, self.planner, stacks)
+        stores = make_stores(made, self.planner)
         close = self._pending_save.close
         self.stores, self._closing = stores, close_when_dropped(self, close, stores)
         try:
@@ -852,18 +849,6 @@ class Engine:
             residents = self._current_residents()
             return partial(read_leaf, residents, self.planner.problem)
         return dict(self.planner.initial_leaves()).__getitem__
-
-
-def _runner(
-    made: Streamed | Fused | Offloaded,
-    planner: Planner,
-    stores: Stores,
-    spec: Any,
-    pending_save: PendingSave,
-) -> AbstractRunner:
-    # A streamed step waits for each array that it changes, and not for a whole save.
-    pending = pending_save if made.plan.is_one_program else PendingSave()
-    return make_runner(made, planner, stores, spec, pending.wait)
 
 
 def close_all() -> int:

@@ -1,65 +1,43 @@
 """Opens the stores of a plan and writes the initial state, one leaf at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from zinf.core.memory import Residents, Stores, open_stores
-from zinf.core.memory.host.pages import PAGEABLE, open_pages
-from zinf.core.memory.host.pinned import Stack
 from zinf.core.plan import Plan
 from zinf.core.problem.problem import Problem
 from zinf.core.problem.state_rules import combined
 from zinf.core.program import ArrayId, Role, Rows, Tier
 from zinf.core.sharding import Layouts
-from zinf.core.sharding.mesh import local_devices
-from zinf.core.step.planner import Planner
+from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.step.run.outcome import Outcome
 from zinf.core.step.run.run import StepRecord
+from zinf.core.step.setup import Setup
 from zinf.core.step.updates import block_bytes, block_rows, blocks, cpu_device
 from zinf.distributed import Digests
 
 
-def make_stores(plan: Plan, planner: Planner, stacks: Sequence[Stack] = ()) -> Stores:
-    """Empty stores with the capacities that a plan was made for.
-
-    Args:
-        stacks: what rests in pinned host memory, for an offloaded step.
+def make_stores(made: AbstractPrepared, setup: Setup) -> Stores:
+    """Empty stores with the capacities that a step was planned for.
 
     Raises:
-        NotImplementedError, ValueError: a streamed step cannot have its host memory as
-            `memory.pinned` asks (`zinf.core.memory.host.pages`).
+        NotImplementedError, ValueError: see `Streamed.store_options`.
     """
-    config, mesh, capacity = planner.config, planner.rule.mesh, plan.capacity_bytes
-    pages = PAGEABLE
-    if not plan.is_one_program:
-        needed = plan.peak_bytes[Tier.HOST]
-        gather = planner.group.gather
-        pages = open_pages(config.pinned, local_devices(mesh), needed, gather)
+    capacity = made.plan.capacity_bytes
     return open_stores(
-        list(mesh.devices.flat),
+        list(setup.rule.mesh.devices.flat),
         device_bytes=capacity[Tier.DEVICE],
         host_bytes=capacity[Tier.HOST],
         nvme_bytes=capacity[Tier.NVME],
-        stacks=stacks,
-        pages=pages,
-        **({} if plan.is_one_program else _own_folders(config.nvme_options)),
+        **made.store_options(setup),
     )
 
 
-def _own_folders(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with NVMe folders of this process alone: processes may share drives."""
-    if jax.process_count() == 1:
-        return options
-    name = f"process-{jax.process_index()}"
-    paths = [path / name for path in options["nvme_paths"]]
-    return {**options, "nvme_paths": paths}
-
-
 def make_residents(
-    stores: Stores, planner: Planner, plan: Plan, layouts: Layouts
+    stores: Stores, setup: Setup, plan: Plan, layouts: Layouts
 ) -> Residents:
     """The persistent arrays of a plan; space on nvme is checked and reserved.
 
@@ -73,7 +51,7 @@ def make_residents(
         by_row = {a.whole for a in homes if a.rows}
         # No chunk crosses the end of a block of its array. Those of a compute copy have
         # more rows than the blocks of its master, so updates may share such a chunk.
-        limit = block_bytes(planner.separated)
+        limit = block_bytes(setup.separated)
         shares = {a: entry.share for a, entry in layouts.arrays.items()}
         chunks = {
             a: 1 if a in by_row else block_rows(share.shape, share.nbytes, limit)
@@ -83,7 +61,7 @@ def make_residents(
     return residents
 
 
-def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
+def initialize_arrays(setup: Setup, residents: Residents) -> Digests:
     """Write the initial value of every array to its home.
 
     Only one leaf at a time is in memory, with blocks of its optimizer state.
@@ -91,13 +69,13 @@ def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
     Returns:
         Digests of all leaves, to compare them with those of the other processes.
     """
-    digests = Digests(planner.group)
-    problem, separated = planner.problem, planner.separated
+    digests = Digests(setup.group)
+    problem, separated = setup.problem, setup.separated
     # Optimizer state is computed on the CPU: it does not go to an accelerator and back.
-    device = cpu_device(planner.rule.mesh)
+    device = cpu_device(setup.rule.mesh)
     updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
-    for path, leaf in planner.initial_leaves():
+    for path, leaf in setup.initial_leaves():
         spec = problem.params[path]
         digests.add(path, leaf)
         if spec.has_master:
@@ -125,7 +103,7 @@ def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
 
 
 def write_model_state(
-    residents: Residents, planner: Planner, outcome: Outcome, record: StepRecord
+    residents: Residents, problem: Problem, outcome: Outcome, record: StepRecord
 ) -> None:
     """Replace the model state by that of a step.
 
@@ -133,9 +111,9 @@ def write_model_state(
     """
     new = jax.tree.leaves(outcome.extra["model_state"])
     record.is_mixed = True
-    for path, content in zip(planner.problem.state_paths, new, strict=True):
+    for path, content in zip(problem.state_paths, new, strict=True):
         array = ArrayId(Role.PARAM, path)
-        rule = planner.problem.state_rules[path]
+        rule = problem.state_rules[path]
         # Only a sum reads the state before the step.
         old = residents.read(array) if rule == "sum" else content[0]
         residents.write(array, combined(rule, np.asarray(old), np.asarray(content)))

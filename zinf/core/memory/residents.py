@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from zinf.core.memory.device import donatable
-from zinf.core.memory.nvme import NvmeStore
 from zinf.core.memory.shares import (
     gathered,
     in_device_form,
@@ -51,11 +50,10 @@ class Residents:
         """Creates the arrays of the nvme tier, which reserves their bytes and files."""
         for whole, pieces in self._pieces.items():
             if any(self.homes[piece] == Tier.NVME for piece in pieces):
-                store = self.stores[Tier.NVME]
-                assert isinstance(store, NvmeStore)
                 cut = self.layouts.of(whole).cut_dims
                 rows = rows_per_chunk.get(whole)
-                store.create(whole, self.layouts.share(whole), rows, cut_dims=cut)
+                share = self.layouts.share(whole)
+                self.stores.drives.create(whole, share, rows, cut_dims=cut)
 
     def read(self, array: ArrayId) -> np.ndarray:
         """`array` (whole, or any rows) on the host; the caller must not change it."""
@@ -134,8 +132,8 @@ class Residents:
         """
         whole = array.whole
         if array.rows is not None and self._pieces[whole] == [whole]:
-            store = self.stores[self.homes[whole]]
-            if not isinstance(store, NvmeStore) and not store.contains(whole):
+            home = self.homes[whole]
+            if home != Tier.NVME and not self.stores[home].contains(whole):
                 shape = self.layouts.of(whole).share_shape
                 self._write_share(whole, whole, np.empty(shape, content.dtype))
         self.write(array, content)

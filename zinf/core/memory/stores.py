@@ -21,25 +21,33 @@ class Stores:
     """One store a tier: `stores[Tier.HOST]` is `stores.host`.
 
     `nvme` is None if no folder was named. `heap` watches the memory that this process
-    takes for the tiers that are in its memory.
+    takes for the tiers that are in its memory. `stacks` is `host` if arrays rest in
+    stacks for an offloaded step, or else None.
     """
 
     device: DeviceStore
     host: HostStore
     nvme: NvmeStore | None
     heap: Heap
+    stacks: PinnedStore | None
 
     def __getitem__(self, tier: Tier) -> AbstractStore:
-        store = {
-            Tier.DEVICE: self.device,
-            Tier.HOST: self.host,
-            Tier.NVME: self.nvme,
-        }[tier]
-        if store is None:
+        if tier == Tier.NVME:
+            return self.drives
+        return {Tier.DEVICE: self.device, Tier.HOST: self.host}[tier]
+
+    @property
+    def drives(self) -> NvmeStore:
+        """The store of the NVMe tier.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if self.nvme is None:
             raise KeyError(
                 "There is no NVMe tier: no folder was named. Set memory.nvme."
             )
-        return store
+        return self.nvme
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -91,9 +99,8 @@ def open_stores(
         StorageError: a folder is in use, foreign or cannot be written.
     """
     on_device = DeviceStore(device, device_bytes)
-    on_host = HostStore(host_bytes, pages)
-    if stacks:
-        on_host = PinnedStore(stacks, host_bytes)
+    in_stacks = PinnedStore(stacks, host_bytes) if stacks else None
+    on_host = in_stacks or HostStore(host_bytes, pages)
     # The device ledger counts one device: the heap counts it once for each CPU device.
     in_memory = [d for d in on_device.local if d.platform == "cpu"]
     ledgers = [on_device.ledger] * len(in_memory)
@@ -113,4 +120,4 @@ def open_stores(
         except BaseException:
             on_host.close()
             raise
-    return Stores(on_device, on_host, on_nvme, Heap(ledgers))
+    return Stores(on_device, on_host, on_nvme, Heap(ledgers), in_stacks)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from zinf.core.plan.catalog import Catalog, StepOptions, UpdateUnit
+from zinf.core.plan.check import check
 from zinf.core.plan.cost import Rates
 from zinf.core.plan.infeasible import InfeasibleError, Shortage
 from zinf.core.plan.instruction import FusedStep, Instruction, Link, OffloadedStep
@@ -85,14 +86,11 @@ def fused_plan(
         FusedStep(), Link.DEVICE, (), workspace=workspace, flops=flops
     )
     zeros = dict.fromkeys(Tier, 0)
-    return Plan(
-        (instruction,),
-        dict(homes),
-        {**zeros, Tier.DEVICE: home_bytes},
-        {**zeros, Tier.DEVICE: needed},
-        dict(capacity_bytes),
-        rates,
-    )
+    at_rest, most = ({**zeros, Tier.DEVICE: n} for n in (home_bytes, needed))
+    rest = dict(homes), at_rest, most, dict(capacity_bytes), rates
+    plan = Plan((instruction,), *rest)
+    check(plan)
+    return plan
 
 
 def offloaded_plan(
@@ -127,6 +125,7 @@ def offloaded_plan(
     )
     instruction = Instruction(step, Link.DEVICE, (), workspace=workspace, flops=flops)
     at_rest = {**dict.fromkeys(Tier, 0), Tier.HOST: home_bytes}
-    return Plan(
-        (instruction,), dict(homes), at_rest, needed, dict(capacity_bytes), rates
-    )
+    rest = dict(homes), at_rest, needed, dict(capacity_bytes), rates
+    plan = Plan((instruction,), *rest)
+    check(plan)
+    return plan

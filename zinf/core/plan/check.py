@@ -48,8 +48,6 @@ def check(
     Raises:
         PlanError: a condition fails; the message names the instruction or the copy.
     """
-    if plan.is_one_program:
-        return
     reach = _Reachability(plan.instructions)
     _check_copies(plan, reach, initial, final)
     check_groups(plan)

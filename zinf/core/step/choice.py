@@ -1,12 +1,16 @@
-"""Why `execution: auto` takes or leaves the offloaded step, for people."""
+"""Chooses between the fused, the offloaded and the streamed step, and says why."""
 
 import jax
-from jax.sharding import Mesh
 
 from zinf.core.config import Config
-from zinf.core.plan import InfeasibleError, Plan
+from zinf.core.plan import InfeasibleError, Plan, Shortage
 from zinf.core.program import Tier
-from zinf.core.sharding import AxisRule
+from zinf.core.sharding import AxisRule, Layouts
+from zinf.core.step.fuse import fits_fused, fuse
+from zinf.core.step.offload import offload
+from zinf.core.step.prepared import AbstractPrepared
+from zinf.core.step.setup import Request, Setup
+from zinf.core.step.stream import stream
 from zinf.core.step.whole.offloaded import not_offloadable
 from zinf.core.topology import Topology
 
@@ -14,14 +18,123 @@ from zinf.core.topology import Topology
 SAID_CHARACTERS = 300
 
 FUSED = "Fused, because everything fits the device."
+# Why one of several steps cannot be made. The compiler's errors are of one type,
+# whether memory is short or the compiler fails by itself.
+CANNOT = (InfeasibleError, jax.errors.JaxRuntimeError)
 
 
-def computes_elsewhere(mesh: Mesh) -> bool:
-    """Whether device memory is not host memory, so that there is something to choose.
+def choose(
+    setup: Setup, request: Request, *, is_in_stacks: bool
+) -> tuple[AbstractPrepared, str]:
+    """The step, and why it runs this way if `execution: auto` had a choice.
 
-    On the CPU both are one memory, and an offloaded step saves nothing.
+    Args:
+        is_in_stacks: the arrays rest as an offloaded step has them.
+
+    Raises:
+        InfeasibleError: no plan fits the budgets.
     """
-    return mesh.devices.flat[0].platform != "cpu"
+    mode = setup.config.execution
+    if mode == "offloaded" or is_in_stacks:
+        return offload(setup, request), ""
+    is_open = mode == "auto" and request.homes is None and setup.computes_elsewhere
+    # The fused step gathers inside the differentiated function, where an encoded gather
+    # would have no derivative, and would be saved for the backward pass.
+    may_fuse = mode != "streamed" and fits_fused(setup, request)
+    may_fuse = may_fuse and setup.rule.encoding is None
+    if mode == "fused" and not may_fuse:
+        raise ValueError(
+            "execution is 'fused', which keeps everything on the device, but "
+            "arrays are placed elsewhere by offload_param or offload_optimizer, or "
+            "the state alone exceeds the device budget of "
+            f"{setup.capacity()[Tier.DEVICE]:,} bytes. Remove one of the two."
+        )
+    refused = ""
+    if may_fuse:
+        try:
+            return fuse(setup, request), FUSED if is_open else ""
+        except CANNOT as error:
+            if mode == "fused" or request.homes is not None:
+                raise
+            # That the state does not fit the device needs no words.
+            if not isinstance(error, InfeasibleError):
+                refused = f"Not fused, because {_why_not(setup, error)}."
+    if is_open:
+        made, why = _offload_or_stream(setup, request, refused)
+        return made, f"{refused} {why}".strip()
+    return _last(setup, request, refused), refused
+
+
+def _last(setup: Setup, request: Request, refused: str) -> AbstractPrepared:
+    """The streamed step, where nothing else is left to try.
+
+    Args:
+        refused: why the others were not made, for errors; empty if none was tried.
+    """
+    try:
+        return stream(setup, request)
+    except CANNOT as error:
+        if not refused:
+            raise
+        if isinstance(error, InfeasibleError):
+            raise error.because([refused]) from None
+        why_not = _why_not(setup, error)
+        raise NotImplementedError(
+            f"No form of this step can be compiled. {refused} Not streamed, "
+            f"because {why_not}. Try another version of jax or another microbatch "
+            "size. With execution: streamed the compiler's message is shown whole."
+        ) from error
+
+
+def _offload_or_stream(
+    setup: Setup, request: Request, refused: str
+) -> tuple[AbstractPrepared, str]:
+    """The one of the two that is predicted to be faster, and why.
+
+    Args:
+        refused: why the step is not fused, for errors; may be empty.
+    """
+    offloaded, machine = None, (setup.rule, setup.group.count, setup.topology)
+    why_not = why_not_offloaded(setup.config, *machine)
+    if why_not is None:
+        try:
+            _check_host_holds_state(setup, request.layouts)
+            offloaded = offload(setup, request)
+        except (NotImplementedError, ValueError, *CANNOT) as error:
+            why_not = _why_not(setup, error)
+    if offloaded is None:
+        refused = f"{refused} Not offloaded, because {why_not}.".strip()
+        streamed = _last(setup, request, refused)
+        return streamed, f"Streamed; not offloaded, because {why_not}."
+    try:
+        streamed = stream(setup, request)
+    except CANNOT as error:
+        why_not = _why_not(setup, error)
+        return offloaded, f"Offloaded; not streamed, because {why_not}."
+    is_faster, why = faster(offloaded.plan, streamed.plan)
+    return (offloaded if is_faster else streamed), why
+
+
+def _check_host_holds_state(setup: Setup, layouts: Layouts) -> None:
+    """Raise InfeasibleError if the budget of the host is less than the state.
+
+    Compiling, which would find it too, takes minutes for a large model.
+    """
+    needed = sum(entry.share.nbytes for entry in layouts.arrays.values())
+    capacity = setup.capacity()
+    if needed > capacity[Tier.HOST]:
+        short = Shortage(capacity[Tier.HOST], needed, "the state")
+        raise InfeasibleError({Tier.HOST: short}, capacity)
+
+
+def _why_not(setup: Setup, error: Exception) -> str:
+    """Why a step was not made, as the end of a sentence."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        try:
+            error = setup.refused(error)
+        except ValueError as unknown:  # It ran out of memory, in unknown words.
+            error = unknown
+    return in_short(error)
 
 
 def why_not_offloaded(

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zinf.core.plan import ArrayUpdate, Instruction, Pass, Run, Update
-from zinf.core.program import ArrayId, Tier
-from zinf.core.step.joint import jointly_and_singly
-from zinf.core.step.planner import Fused, Offloaded, Streamed
+from zinf.core.plan import Instruction
+from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.topology import (
     Collective,
     Kind,
@@ -23,8 +21,6 @@ from zinf.core.topology import (
     memory,
     traffic,
 )
-
-FORWARD = {Pass.FORWARD, Pass.KEEPING}
 
 
 @dataclass(frozen=True)
@@ -51,16 +47,13 @@ class CompiledRun:
         return self.memory.argument_bytes + self.memory.output_bytes
 
 
-def compiled_runs(made: Streamed | Fused | Offloaded) -> tuple[CompiledRun, ...]:
+def compiled_runs(made: AbstractPrepared) -> tuple[CompiledRun, ...]:
     """Every distinct executable of a step, in the order of first use."""
-    if isinstance(made, Fused | Offloaded):
-        return (_fused(made),)
-    found: dict[int, tuple[Any, int, Instruction]] = {}
+    found: dict[int, tuple[Instruction, Any, int | None]] = {}
     times: Counter[int] = Counter()
-    for instruction in made.plan.instructions:
-        for executable, nbytes in _executables(made, instruction):
-            found.setdefault(id(executable), (executable, nbytes, instruction))
-            times[id(executable)] += 1
+    for instruction, executable, nbytes in made.executables():
+        found.setdefault(id(executable), (instruction, executable, nbytes))
+        times[id(executable)] += 1
     return tuple(
         CompiledRun(
             str(instruction.operation),
@@ -70,7 +63,7 @@ def compiled_runs(made: Streamed | Fused | Offloaded) -> tuple[CompiledRun, ...]
             memory(executable),
             collectives_of(executable),
         )
-        for key, (executable, nbytes, instruction) in found.items()
+        for key, (instruction, executable, nbytes) in found.items()
     )
 
 
@@ -90,50 +83,4 @@ def largest_deviation(runs: tuple[CompiledRun, ...]) -> float:
             if run.planned_bytes is not None
         ),
         default=0.0,
-    )
-
-
-def _executables(made: Streamed, instruction: Instruction) -> list[tuple[Any, int]]:
-    """The executables that an instruction runs, each with the bytes the plan counts."""
-    operation, catalog = instruction.operation, made.arranged.catalog
-    if isinstance(operation, Run):
-        segment = made.segments[operation.segment]
-        is_kept = operation.kind in (Pass.KEEPING, Pass.KEPT)
-        passes = segment.keeping if is_kept else segment.executables
-        copies = (*instruction.reads, *instruction.writes)
-        nbytes = sum(catalog.nbytes(array, tier) for array, tier in copies)
-        is_forward = operation.kind in FORWARD
-        return [(passes.forward if is_forward else passes.backward, nbytes)]
-    if isinstance(operation, Update) and operation.tier == Tier.DEVICE:
-        units, steps = made.arranged.units, made.updates.steps[Tier.DEVICE]
-        together, single = jointly_and_singly(operation, units, made.joint)
-        return [
-            (joint.step.executable, sum(_update_bytes(made, u) for u in joint.arrays))
-            for joint in together
-        ] + [(steps[u].executable, _update_bytes(made, u)) for u in single]
-    return []
-
-
-def _update_bytes(made: Streamed, update: ArrayUpdate) -> int:
-    """Bytes on one device that an update reads and writes, as the plan counts them."""
-
-    def device_bytes(array: ArrayId) -> int:
-        return made.arranged.catalog.nbytes(array, Tier.DEVICE)
-
-    own = made.updates.own_parts.get(update)
-    rows = update.block or update.gradient.rows
-    gradient = update.gradient.piece(rows)
-    nbytes = device_bytes(gradient) if own is None else own.nbytes
-    return nbytes + sum(map(device_bytes, (*update.operands, *update.results)))
-
-
-def _fused(made: Fused | Offloaded) -> CompiledRun:
-    executable = made.program.step
-    return CompiledRun(
-        str(made.plan.instructions[0].operation),
-        1,
-        made.program.flops,
-        None,
-        memory(executable),
-        collectives_of(executable),
     )

@@ -15,6 +15,7 @@ import jax
 
 from zinf.core.plan import (
     NO_EXCHANGE,
+    Arrangement,
     Catalog,
     InfeasibleError,
     Plan,
@@ -38,8 +39,8 @@ from zinf.core.segment import (
 from zinf.core.sharding import Layouts
 from zinf.core.step.arrays import make_catalog
 from zinf.core.step.exchange import forward_exchanges
-from zinf.core.step.planner import AtRest, Compiled, Planner, Streamed
-from zinf.core.step.shrink import Limits
+from zinf.core.step.setup import AtRest, Setup
+from zinf.core.step.shrink import Compiled, Limits, shrunk
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Forward:
 
 
 def plan_forward(
-    planner: Planner,
+    setup: Setup,
     function: Function,
     batch: Any,
     at_rest: AtRest,
@@ -103,15 +104,15 @@ def plan_forward(
     # Each program has constants of its own.
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     rest = homes, at_rest.layouts, num_microbatches
-    made = _Planned(planner, function, batch, *rest, caches, instead)
-    with planner.planning():
-        forward = made.fitting(limits or Limits(planner.config.segment_max_bytes))
-    planner.agree_on(forward.plan, f"plan of {function.name}")
+    made = _Planned(setup, function, batch, *rest, caches, instead)
+    with setup.planning():
+        forward = made.fitting(limits or Limits(setup.config.segment_max_bytes))
+    setup.agree_on(forward.plan, f"plan of {function.name}")
     return forward
 
 
 def plan_again(
-    planner: Planner,
+    setup: Setup,
     forward: Forward,
     name: str,
     at_rest: AtRest,
@@ -132,11 +133,11 @@ def plan_again(
     function = Function(name, _never)
     rest = homes, at_rest.layouts, num_microbatches
     caches = Cached(tiers=cache_tiers)
-    made = _Planned(planner, function, None, *rest, caches, NOTHING)
+    made = _Planned(setup, function, None, *rest, caches, NOTHING)
     compiled = Compiled(forward.segments, forward.layouts)
-    with planner.planning():
+    with setup.planning():
         found = made.planned(forward.segmented, compiled)
-    planner.agree_on(found.plan, f"plan of {name}")
+    setup.agree_on(found.plan, f"plan of {name}")
     return found
 
 
@@ -165,29 +166,29 @@ def check_rows_of_outputs(forward: Forward, spec: Any, name: str) -> None:
             )
 
 
-def forward_of(planner: Planner, training: Streamed) -> Forward:
+def forward_of(
+    setup: Setup, arranged: Arrangement, segmented: Segmented, compiled: Compiled
+) -> Forward:
     """The forward pass of a training step, with the executables of that step.
 
     Raises:
         InfeasibleError: the pass does not fit beside the arrays at rest.
     """
-    catalog, segments = training.arranged.catalog, training.segments
+    training, segments = arranged.plan, compiled.segments
     # In a training step the last segment has only a combined pass.
     last = (segments[-1].evaluation_bytes(), 0)
-    workspace = [*catalog.workspace[:-1], last]
-    catalog = replace(catalog, homes=training.plan.homes, workspace=workspace)
-    num_microbatches = training.arranged.options.num_microbatches
-    with planner.planning():
-        plan = build_forward(catalog, training.plan.capacity_bytes, num_microbatches)
-    planner.agree_on(plan, "plan of the evaluation")
-    return Forward(
-        plan, training.segmented, segments, training.layouts, num_microbatches
-    )
+    workspace = [*arranged.catalog.workspace[:-1], last]
+    catalog = replace(arranged.catalog, homes=training.homes, workspace=workspace)
+    count = arranged.options.num_microbatches
+    with setup.planning():
+        plan = build_forward(catalog, training.capacity_bytes, count)
+    setup.agree_on(plan, "plan of the evaluation")
+    return Forward(plan, segmented, segments, compiled.layouts, count)
 
 
 @dataclass(frozen=True)
 class _Planned:
-    planner: Planner
+    setup: Setup
     function: Function
     batch: Any
     homes: Mapping[ArrayId, Tier]
@@ -197,15 +198,15 @@ class _Planned:
     instead: Instead
 
     def fitting(self, limits: Limits) -> Forward:
-        return self.planner.shrunk(self.layouts, self.cut, self.attempt, limits)
+        return shrunk(self.setup, self.layouts, self.cut, self.attempt, limits)
 
     def cut(self, max_bytes: int | None) -> Segmented:
-        planner = self.planner
-        source = self.function.trace(planner.problem, self.batch, max_bytes)
+        setup = self.setup
+        source = self.function.trace(setup.problem, self.batch, max_bytes)
         by_row = {array.path for array in self.homes if array.rows}
         return segment_function(
             rest_by_row(source, by_row),
-            splittable=planner.splittable(self.layouts),
+            splittable=setup.splittable(self.layouts),
             max_bytes=max_bytes,
             caches=self.caches.outputs,
             instead=self.instead,
@@ -220,7 +221,7 @@ class _Planned:
         segments, layouts = compiled.segments, compiled.layouts
         specs = tuple(s.spec for s in segments)
         program = replace(segmented.program, segments=specs)
-        capacity = self.planner.capacity()
+        capacity = self.setup.capacity()
         tiers = self.caches.tiers if program.caches else self.caches.tiers[:1]
 
         def resting(tier: Tier) -> Plan:
@@ -256,7 +257,7 @@ class _Planned:
             self.homes,
             caches=caches,
             workspace=[(segment.evaluation_bytes(), 0) for segment in segments],
-            rates=self.planner.rates(),
+            rates=self.setup.rates(),
             exchange=[(x, NO_EXCHANGE) for x in forward_exchanges(segments)],
         )
 

@@ -1,19 +1,25 @@
-"""Makes a step smaller that does not fit the device.
+"""Cuts a program into segments that fit the device, and compiles them.
 
-Its segments get fewer parameters, and weights larger than such a segment are read by
-tile. If intermediate values take most of the bytes, segments run in blocks of rows
-instead. An update reads a whole tile, so a tile may be too large for the host too.
+While they do not fit, segments get fewer parameters, and weights larger than such a
+segment are read by tile. If intermediate values take most of the bytes, segments run in
+blocks of rows instead. An update reads a whole tile, so a tile may be too large for the
+host too.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from zinf.core.plan import InfeasibleError, Shortage
-from zinf.core.program import ArrayId, Program, Tier
-from zinf.core.segment import Segment
+from zinf.core.plan import InfeasibleError, Shortage, count_contributions
+from zinf.core.problem.source import Source
+from zinf.core.program import ArrayId, Program, Role, Tier
+from zinf.core.segment import Segment, Segmented, compile_segments, segment_loss
+from zinf.core.sharding import Layouts
+from zinf.core.step.setup import Setup
 
 # The new workspace limit is a sixteenth below the limit that would just fit.
 SPARE = 16
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,79 @@ class Limits:
 
     param_bytes: int | None
     workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Compiled segments, and the layouts of all arrays that they read and write."""
+
+    segments: tuple[Segment, ...]
+    layouts: Layouts
+
+
+def cut(
+    setup: Setup, source: Source, layouts: Layouts, max_bytes: int | None
+) -> Segmented:
+    """The training loss in segments of at most so many bytes of parameters."""
+    return segment_loss(
+        source,
+        frozen=setup.frozen,
+        splittable=setup.splittable(layouts),
+        max_bytes=max_bytes,
+    )
+
+
+def compiled(
+    setup: Setup, segmented: Segmented, layouts: Layouts, limits: Limits
+) -> Compiled:
+    """The compiled segments of a program."""
+    layouts = layouts.with_inputs(segmented.program)
+    segments, values = compile_segments(
+        segmented,
+        layouts,
+        limits.workspace_bytes,
+        accumulates=accumulates(setup, segmented.program),
+    )
+    return Compiled(segments, replace(layouts, values=values))
+
+
+def accumulates(setup: Setup, program: Program) -> frozenset[ArrayId]:
+    """The parameter arrays whose gradient is the sum of several contributions."""
+    counts = count_contributions(program, setup.config.num_microbatches)
+    return frozenset(ArrayId(Role.PARAM, *key) for key, n in counts.items() if n > 1)
+
+
+def shrunk(
+    setup: Setup,
+    layouts: Layouts,
+    cut_to: Callable[[int | None], Segmented],
+    attempt: Callable[[Segmented, Compiled, Limits], Made],
+    limits: Limits,
+) -> Made:
+    """What `attempt` makes of the first segments that fit the device.
+
+    Args:
+        layouts: the table of persistent arrays.
+        cut_to: cuts the program into segments of at most so many parameter bytes.
+        limits: the first limits that are tried.
+    """
+    segmented = cut_to(limits.param_bytes)
+    while True:
+        made = compiled(setup, segmented, layouts, limits)
+        try:
+            return attempt(segmented, made, limits)
+        except InfeasibleError as error:
+            before = segmented.program
+            tight = tighter(limits, error, made.segments, before)
+            if tight is None:
+                raise error.because(reasons(before, made.segments)) from None
+            if tight.param_bytes != limits.param_bytes:
+                segmented = cut_to(tight.param_bytes)
+            rest = setup.capacity()[Tier.DEVICE], setup.rule.mesh.size
+            if not is_worth_trying(segmented.program, before, *rest):
+                found = reasons(segmented.program, made.segments)
+                raise error.because(found) from None
+            limits = tight
 
 
 def tighter(

@@ -4,4 +4,3 @@ from zinf.core.step.run.run import StepRecord as StepRecord
 from zinf.core.step.run.run import Work as Work
 from zinf.core.step.run.run import run_plan as run_plan
 from zinf.core.step.run.runner import AbstractRunner as AbstractRunner
-from zinf.core.step.run.runners import make_runner as make_runner

@@ -57,9 +57,9 @@ from zinf.core.process.user_cache import recall, remember
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 from zinf.core.sharding import whole_layout
 from zinf.core.sharding.mesh import local_devices
-from zinf.core.step.planner import Planner, Streamed
 from zinf.core.step.run.run import StepRecord, Work, run_alone
-from zinf.core.step.run.streamed import StreamedRunner
+from zinf.core.step.run.streamed import Streamed, StreamedRunner
+from zinf.core.step.setup import Setup
 from zinf.core.step.updates import cpu_device
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class _Known:
 _KNOWN: dict[str, _Known] = {}
 
 
-def measure_rates(made: Streamed, planner: Planner, spec: Any) -> Rates:
+def measure_rates(made: Streamed, setup: Setup, spec: Any) -> Rates:
     """The rates of this machine, for the work of a plan.
 
     They are measured once in a process, and remembered for the next start.
@@ -107,11 +107,11 @@ def measure_rates(made: Streamed, planner: Planner, spec: Any) -> Rates:
     rates = made.plan.rates
     chosen = samples(made.plan)
     work = tuple((x.link, x.nbytes, x.flops) for some in chosen for x in some)
-    key = work, planner.rule.mesh, planner.config.nvme_paths
+    key = work, setup.rule.mesh, setup.config.nvme_paths
     if key not in FOUND:
-        file = _file(work, planner, rates)
+        file = _file(work, setup, rates)
         known = _recalled(file) or _Known(
-            _measured(chosen, made, planner, spec), file, time()
+            _measured(chosen, made, setup, spec), file, time()
         )
         if not known.is_of_earlier_start and file is not None:
             written = RatesFile.of(known.rates, "").model_dump(mode="json")
@@ -162,12 +162,12 @@ class StepsBesideRates:
 def _measured(
     chosen: Sequence[tuple[Instruction, ...]],
     made: Streamed,
-    planner: Planner,
+    setup: Setup,
     spec: Any,
 ) -> Rates:
     ran: list[Instruction] = []
     seconds: list[float] = []
-    with _bench(made, planner, spec) as bench:
+    with _bench(made, setup, spec) as bench:
         for some in chosen:
             ran += some
             seconds += bench.seconds(some)
@@ -175,18 +175,18 @@ def _measured(
     return measured_rates(ran, timeline, made.plan.rates)
 
 
-def _file(work: Any, planner: Planner, otherwise: Rates) -> Path | None:
+def _file(work: Any, setup: Setup, otherwise: Rates) -> Path | None:
     """Where the rates of some work on this machine are remembered; None: nowhere.
 
     Args:
         otherwise: the rates of what the work does not have.
     """
-    folder, config = starts_folder(), planner.config
+    folder, config = starts_folder(), setup.config
     if folder is None:
         return None
     drives = [_drive(path) for path in config.nvme_paths]
     options = {k: v for k, v in config.nvme_options.items() if k != "nvme_paths"}
-    machine = machine_digest(planner.rule.mesh)
+    machine = machine_digest(setup.rule.mesh)
     parts = repr((machine, work, otherwise, drives, options, config.pinned))
     return folder / f"rates-{sha256(parts.encode()).hexdigest()[:32]}.json"
 
@@ -342,17 +342,17 @@ def _scratch(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _bench(made: Streamed, planner: Planner, spec: Any) -> Iterator[_Bench]:
-    config, separated = planner.config, planner.separated
+def _bench(made: Streamed, setup: Setup, spec: Any) -> Iterator[_Bench]:
+    config, separated = setup.config, setup.separated
     capacity = made.plan.capacity_bytes
     options = config.nvme_options
     with ExitStack() as opened:
         options["nvme_paths"] = [
             opened.enter_context(_scratch(path)) for path in config.nvme_paths
         ]
-        mesh = planner.rule.mesh
+        mesh = setup.rule.mesh
         needed = made.plan.peak_bytes[Tier.HOST]
-        gather = planner.group.gather
+        gather = setup.group.gather
         stores = open_stores(
             list(mesh.devices.flat),
             device_bytes=capacity[Tier.DEVICE],
@@ -366,11 +366,10 @@ def _bench(made: Streamed, planner: Planner, spec: Any) -> Iterator[_Bench]:
             made,
             stores,
             spec,
-            clipping=planner.clipping,
+            clipping=setup.clipping,
             skips_overflow=False,
-            before_update=lambda: None,
         )
-        cpu = cpu_device(planner.rule.mesh)
+        cpu = cpu_device(setup.rule.mesh)
         shared = [np.asarray(s.value) for s in separated.shared]
         advance = compile_advance(separated, device=cpu)
         values = Advance(

@@ -7,11 +7,9 @@ import numpy as np
 from zinf.core.memory import Stores, gathered, to_shares
 from zinf.core.plan import Copy
 from zinf.core.sharding import Layouts
-from zinf.core.step.planner import Planner
 
 
 def read_gradient(
-    planner: Planner,
     stores: Stores,
     layouts: Layouts,
     at_rest: Sequence[Copy],
@@ -26,7 +24,7 @@ def read_gradient(
     if not mine:
         return None
     mine.sort(key=lambda copy: copy[0].rows or (0, 0))
-    shape = planner.problem.params[path].master.shape
+    shape = layouts.gradients[path].shape
     rows = [array.rows for array, _ in mine]
     if None not in rows and sum(b - a for a, b in filter(None, rows)) != shape[0]:
         return None

@@ -1,28 +1,47 @@
-"""Runs offloaded steps: one executable that reads and writes pinned host memory."""
+"""Offloaded steps: one executable that reads and writes pinned host memory."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from zinf.core.memory import Stores
-from zinf.core.memory.host.pinned import PinnedStore
-from zinf.core.plan import Instruction, OffloadedStep
-from zinf.core.step.planner import Offloaded
+from zinf.core.plan import Instruction
+from zinf.core.step.run.evaluation import evaluation_by_segment
 from zinf.core.step.run.run import StepRecord
-from zinf.core.step.run.whole import OneProgramRunner
+from zinf.core.step.run.runner import Evaluate
+from zinf.core.step.run.whole import Whole, WholeRunner
+from zinf.core.step.setup import AtRest, Setup
+from zinf.core.step.whole.offloaded import OffloadedProgram
 
 
-class OffloadedRunner(OneProgramRunner):
-    def __init__(self, offloaded: Offloaded, stores: Stores, spec: Any, **rest: Any):
-        super().__init__(offloaded, stores, spec, **rest)
-        self.offloaded = offloaded
+@dataclass(frozen=True, kw_only=True)
+class Offloaded(Whole):
+    """A step that is one executable, with all arrays in pinned host memory."""
+
+    program: OffloadedProgram
+
+    def store_options(self, setup: Setup) -> dict[str, Any]:
+        return {"stacks": self.program.stacks}
+
+    def runner(
+        self, setup: Setup, stores: Stores, spec: Any, before_step: Callable[[], None]
+    ) -> "OffloadedRunner":
+        return OffloadedRunner(self, setup, stores, spec, before_step)
+
+
+class OffloadedRunner(WholeRunner):
+    def __init__(self, offloaded: Offloaded, *rest: Any):
+        super().__init__(offloaded, *rest)
+        self.program = offloaded.program
 
     def execute(
         self, instruction: Instruction, inputs: Any, record: StepRecord
     ) -> dict[str, Any]:
-        program, host = self.offloaded.program, self.stores.host
-        assert isinstance(host, PinnedStore)
+        program, host = self.program, self.stores.stacks
+        assert host is not None, "the stores of an offloaded step have stacks"
         changed, fixed = ([host.take(s) for s in g] for g in program.groups)
         reserved = []
         try:
@@ -42,7 +61,11 @@ class OffloadedRunner(OneProgramRunner):
         finally:
             for tier, nbytes in reserved:
                 self.stores[tier].ledger.release(nbytes)
-        assert isinstance(instruction.operation, OffloadedStep)
-        record.moved_bytes.update(instruction.operation.moved)
+        record.moved_bytes.update(program.moved.moved)
         record.is_mixed = False
         return outputs
+
+    def evaluation(self, setup: Setup, spec: Any) -> Evaluate:
+        # A forward pass streams the arrays from where the offloaded step left them.
+        at_rest = AtRest(self.plan.homes, self.layouts)
+        return evaluation_by_segment(setup, self.stores, spec, at_rest)

@@ -72,7 +72,6 @@ class Work:
             (`NormGroups`).
         pending: `goes_by` of the updates that the step before deferred.
         decide: `(losses, sums of squares or None) -> Decision`.
-        before_update: called before the first update of a step.
         compute_dtype: dtype of the compute copies, if masters are stored separately.
         layouts: layouts of all arrays that move between host and devices.
     """
@@ -86,7 +85,6 @@ class Work:
     step_values: Callable[[Decision, Squares], Sequence[Any]] = _none
     pending: Pending | None = None
     decide: Callable[[Sequence[float], Sequence[float] | None], Decision] = _none
-    before_update: Callable[[], None] = _none
     compute_dtype: Any = None
     layouts: Layouts
 
@@ -178,7 +176,6 @@ class _StepRun:
         # Copies that this run made and has not freed.
         self.copies: set[Copy] = set()
         self.mover = Mover(stores, work.layouts, plan.shared)
-        self.has_updated = False
         self.step_values: Sequence[Any] = ()
 
     def execute(self, instruction: Instruction) -> None:
@@ -318,9 +315,6 @@ class _StepRun:
         if goes_by.decision.skips:
             self.refresh(self.work.units[operation.unit].arrays, creates)
             return
-        if not self.has_updated:
-            self.work.before_update()
-            self.has_updated = True
         self.record.has_updated |= not operation.is_pending
         units, joint = self.work.units, self.work.joint
         together, single = jointly_and_singly(operation, units, joint)

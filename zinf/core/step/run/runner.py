@@ -1,17 +1,21 @@
 """The interface of runners, which run the steps of one plan."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from zinf.core.optim.advance import Advance
 from zinf.core.plan import Plan
-from zinf.core.step.planner import Planner
+from zinf.core.problem.weighted import Weighted
 from zinf.core.step.run.outcome import Outcome
 from zinf.core.step.run.run import StepRecord
+from zinf.core.step.setup import Setup
 from zinf.core.step.step_weight import StepWeight
+
+# `(batch, keys, current runner) -> loss`, as floats, for batches of one shape.
+Evaluate = Callable[[Any, Sequence[Any], "AbstractRunner"], Weighted]
 
 
 class AbstractRunner(ABC):
@@ -68,9 +72,30 @@ class AbstractRunner(ABC):
     def drop_pending(self) -> None:
         """Drop the deferred updates; the state that they would update is replaced."""
 
-    def gradient(self, planner: Planner, path: str) -> np.ndarray | None:
+    @abstractmethod
+    def evaluation(self, setup: Setup, spec: Any) -> Evaluate:
+        """Plans and compiles the evaluation of batches of one shape.
+
+        Args:
+            spec: shapes and dtypes of one microbatch, which may be another than the
+                runner's.
+
+        Raises:
+            InfeasibleError: the evaluation does not fit beside the arrays at rest.
+        """
+
+    def gradient(self, path: str) -> np.ndarray | None:
         """The gradient of a leaf in the last step, unscaled and before clipping.
 
         None unless the whole gradient waits for a deferred update.
         """
         return None
+
+
+def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:
+    """Leave `current` and enter `runner`, unless they are the same; return `runner`."""
+    if runner is not current:
+        if current is not None:
+            current.leave()
+        runner.enter()
+    return runner

@@ -1,24 +1,158 @@
-"""Runs streamed steps: segment by segment, in the order of a plan."""
+"""Streamed steps, which run segment by segment in the order of a plan."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
+from zinf.core.config import Config
 from zinf.core.memory import Stores, to_devices
+from zinf.core.memory.host.pages import open_pages
 from zinf.core.optim.advance import Advance
 from zinf.core.optim.clipping import Clipping
 from zinf.core.optim.decision import Decision, Pending, decide
+from zinf.core.plan import (
+    Arrangement,
+    ArrayUpdate,
+    Choices,
+    Instruction,
+    Pass,
+    Run,
+    Update,
+    retimed,
+)
+from zinf.core.plan.show import show_tilings
+from zinf.core.problem.weighted import Weighted, num_rows
+from zinf.core.program import ArrayId, Tier
+from zinf.core.segment import Segment, Segmented
 from zinf.core.sharding import whole_layout
-from zinf.core.step.planner import Planner, Streamed
+from zinf.core.sharding.mesh import local_devices
+from zinf.core.step.arrays import kept_off_nvme
+from zinf.core.step.earlier_plan import EarlierPlan, Step
+from zinf.core.step.forward import forward_of
+from zinf.core.step.joint import Joint, grouped, jointly_and_singly
+from zinf.core.step.prepared import AbstractPrepared, Measure
+from zinf.core.step.run.evaluation import evaluation_by_segment
+from zinf.core.step.run.forward import ForwardRunner
 from zinf.core.step.run.gradient import read_gradient
 from zinf.core.step.run.outcome import Outcome, outcome_of
 from zinf.core.step.run.passes import Passes
 from zinf.core.step.run.run import Squares, StepRecord, Work, run_plan
-from zinf.core.step.run.runner import AbstractRunner
+from zinf.core.step.run.runner import AbstractRunner, Evaluate
+from zinf.core.step.setup import AtRest, Setup
+from zinf.core.step.shrink import Compiled, Limits
+from zinf.core.step.updates import Updates
+
+FORWARD = {Pass.FORWARD, Pass.KEEPING}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed(AbstractPrepared):
+    """A step that runs segment by segment.
+
+    Attributes:
+        arranged: the plans, of which `plan` is one, and what they are built from.
+        limits: those of the segments.
+        choices: what a search by measured rates may choose.
+        earlier: the place of what such a search chose in an earlier start.
+    """
+
+    arranged: Arrangement
+    segmented: Segmented
+    segments: tuple[Segment, ...]
+    updates: Updates
+    joint: Joint
+    compute_dtype: Any
+    limits: Limits
+    choices: Choices
+    earlier: EarlierPlan
+
+    @property
+    def tiled(self) -> str:
+        return show_tilings(self.segmented.program)
+
+    def retimed(self, setup: Setup, measure: Measure, batch: Any) -> Self:
+        # Homes and residuals stay as the rates of `setup` chose them: saved residuals
+        # may round differently, and measured rates differ from run to run.
+        rates = measure(self, setup, batch)
+        before, units, choices = self.arranged, self.updates.units, self.choices
+        catalog, options = replace(before.catalog, rates=rates), before.options
+        step = Step(catalog, (), units, before.plan.capacity_bytes, options, choices)
+        arranged = self.earlier.then(rates).arranged(
+            step, lambda: retimed(before, units, rates, choices)
+        )
+        arranged, joint = grouped(arranged, self.updates)
+        return replace(self, plan=arranged.plan, arranged=arranged, joint=joint)
+
+    def warning(self, config: Config) -> str | None:
+        return kept_off_nvme(self.plan.homes, self.arranged.catalog.specs, config)
+
+    def store_options(self, setup: Setup) -> dict[str, Any]:
+        """Pages for the host, and folders on drives.
+
+        Raises:
+            NotImplementedError, ValueError: the host memory cannot be as
+                `memory.pinned` asks (`zinf.core.memory.host.pages`).
+        """
+        devices = local_devices(setup.rule.mesh)
+        needed, gather = self.plan.peak_bytes[Tier.HOST], setup.group.gather
+        pages = open_pages(setup.config.pinned, devices, needed, gather)
+        return {"pages": pages, **_own_folders(setup.config.nvme_options)}
+
+    def runner(
+        self, setup: Setup, stores: Stores, spec: Any, before_step: Callable[[], None]
+    ) -> "StreamedRunner":
+        # A step waits for each array that it changes, and not for a whole save.
+        rest = {"clipping": setup.clipping, "skips_overflow": setup.config.may_skip}
+        return StreamedRunner(self, stores, spec, **rest)
+
+    def executables(self) -> Iterator[tuple[Instruction, Any, int | None]]:
+        catalog, steps = self.arranged.catalog, self.updates.steps[Tier.DEVICE]
+        for instruction in self.plan.instructions:
+            operation = instruction.operation
+            if isinstance(operation, Run):
+                segment = self.segments[operation.segment]
+                is_kept = operation.kind in (Pass.KEEPING, Pass.KEPT)
+                passes = segment.keeping if is_kept else segment.executables
+                is_forward = operation.kind in FORWARD
+                copies = (*instruction.reads, *instruction.writes)
+                nbytes = sum(catalog.nbytes(array, tier) for array, tier in copies)
+                code = passes.forward if is_forward else passes.backward
+                yield instruction, code, nbytes
+            elif isinstance(operation, Update) and operation.tier == Tier.DEVICE:
+                units = self.arranged.units
+                together, single = jointly_and_singly(operation, units, self.joint)
+                for joint in together:
+                    nbytes = sum(map(self._update_bytes, joint.arrays))
+                    yield instruction, joint.step.executable, nbytes
+                for update in single:
+                    code = steps[update].executable
+                    yield instruction, code, self._update_bytes(update)
+
+    def _update_bytes(self, update: ArrayUpdate) -> int:
+        """Bytes that an update reads and writes on one device, as the plan counts."""
+
+        def device_bytes(array: ArrayId) -> int:
+            return self.arranged.catalog.nbytes(array, Tier.DEVICE)
+
+        own = self.updates.own_parts.get(update)
+        rows = update.block or update.gradient.rows
+        gradient = update.gradient.piece(rows)
+        nbytes = device_bytes(gradient) if own is None else own.nbytes
+        return nbytes + sum(map(device_bytes, (*update.operands, *update.results)))
+
+
+def _own_folders(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with NVMe folders of this process alone: processes may share drives."""
+    if jax.process_count() == 1:
+        return options
+    name = f"process-{jax.process_index()}"
+    paths = [path / name for path in options["nvme_paths"]]
+    return {**options, "nvme_paths": paths}
 
 
 class StreamedRunner(AbstractRunner):
@@ -30,11 +164,10 @@ class StreamedRunner(AbstractRunner):
         *,
         clipping: Clipping,
         skips_overflow: bool,
-        before_update: Callable[[], None],
     ):
         self.streamed, self.stores, self.spec = streamed, stores, spec
         self.arranged = streamed.arranged
-        self.plan = self.arranged.plan
+        self.plan = streamed.plan
         self.num_microbatches = streamed.arranged.options.num_microbatches
         self.passes = Passes(
             streamed.segmented,
@@ -46,7 +179,6 @@ class StreamedRunner(AbstractRunner):
         )
         self.weight = streamed.weight
         self.clipping, self.skips_overflow = clipping, skips_overflow
-        self.before_update = before_update
         self.pending: Pending | None = None
         self.pending_scale = 1.0  # loss scale of the gradients at rest
         streamed.updates.compile_in_place(self.arranged.units)
@@ -123,11 +255,38 @@ class StreamedRunner(AbstractRunner):
                 if self.stores[tier].contains(array):
                     self.stores[tier].free(array)
 
-    def gradient(self, planner: Planner, path: str) -> np.ndarray | None:
+    def evaluation(self, setup: Setup, spec: Any) -> Evaluate:
+        streamed = self.streamed
+        is_same = jax.tree.flatten(self.spec) == jax.tree.flatten(spec)
+        if setup.problem.evaluation_loss is None and is_same:
+            return self._as_in_training(setup)
+        at_rest = AtRest(self.plan.homes, streamed.layouts)
+        rest = setup, self.stores, spec, at_rest
+        return evaluation_by_segment(*rest, limits=streamed.limits)
+
+    def _as_in_training(self, setup: Setup) -> Evaluate:
+        """An evaluation by the executables of training, which return no weight."""
+        streamed = self.streamed
+        compiled = Compiled(streamed.segments, streamed.layouts)
+        forward = forward_of(setup, self.arranged, streamed.segmented, compiled)
+        runner = ForwardRunner(forward, self.stores, self.spec)
+
+        def by_segment(
+            batch: Any, keys: Sequence[Any], current: AbstractRunner
+        ) -> Weighted:
+            losses = [float(loss) for loss, *_ in runner.run(batch, keys, current)]
+            if self.weight is not None:
+                return Weighted(sum(losses), self.step_weight(batch, keys))
+            num_samples = num_rows(self.spec)
+            return Weighted(sum(losses) * num_samples, len(losses) * num_samples)
+
+        return by_segment
+
+    def gradient(self, path: str) -> np.ndarray | None:
         if self.pending is None:
             return None
         at_rest, layouts = self.arranged.pending, self.passes.layouts
-        found = read_gradient(planner, self.stores, layouts, at_rest, path)
+        found = read_gradient(self.stores, layouts, at_rest, path)
         return None if found is None else found / np.float32(self.pending_scale)
 
     def work(
@@ -154,7 +313,6 @@ class StreamedRunner(AbstractRunner):
                 weight=weight,
                 skips_overflow=self.skips_overflow,
             ),
-            before_update=self.before_update,
             compute_dtype=self.streamed.compute_dtype,
             layouts=self.passes.layouts,
         )

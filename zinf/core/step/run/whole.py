@@ -1,7 +1,8 @@
-"""Runs steps that are one executable, and fused ones with all arrays on the device."""
+"""Steps that are one executable, and fused ones with all arrays on the device."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,39 +13,60 @@ from zinf.core.memory import Stores, to_devices
 from zinf.core.optim.advance import Advance
 from zinf.core.optim.decision import decision_of
 from zinf.core.plan import Instruction
-from zinf.core.problem.problem import Problem
 from zinf.core.problem.weighted import Weighted
 from zinf.core.program import Role
 from zinf.core.sharding import placed_layout, whole_layout
 from zinf.core.step.batch import by_microbatch
-from zinf.core.step.planner import Fused, Offloaded
+from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.step.run.links import Progress, run_links
 from zinf.core.step.run.outcome import Outcome, outcome_of
 from zinf.core.step.run.run import StepRecord
-from zinf.core.step.run.runner import AbstractRunner
+from zinf.core.step.run.runner import AbstractRunner, Evaluate
+from zinf.core.step.setup import Setup
 from zinf.core.step.whole.fused import FusedProgram, batch_shardings, fused_evaluation
+from zinf.core.step.whole.offloaded import OffloadedProgram
 
 
-class OneProgramRunner(AbstractRunner):
+@dataclass(frozen=True, kw_only=True)
+class Whole(AbstractPrepared):
+    """A step that is one executable."""
+
+    program: FusedProgram | OffloadedProgram
+
+    def executables(self) -> Iterator[tuple[Instruction, Any, int | None]]:
+        yield self.plan.instructions[0], self.program.step, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused(Whole):
+    """A step that is one executable, with all arrays on the devices."""
+
+    program: FusedProgram
+
+    def runner(
+        self, setup: Setup, stores: Stores, spec: Any, before_step: Callable[[], None]
+    ) -> "FusedRunner":
+        return FusedRunner(self, setup, stores, spec, before_step)
+
+
+class WholeRunner(AbstractRunner):
     """Runs a step that is one executable, wherever its arrays rest."""
 
     def __init__(
         self,
-        prepared: Fused | Offloaded,
+        prepared: Whole,
+        setup: Setup,
         stores: Stores,
         spec: Any,
-        *,
-        num_microbatches: int,
-        skips_overflow: bool,
-        before_update: Callable[[], None],
+        before_step: Callable[[], None],
     ):
         self.stores, self.spec = stores, spec
         self.plan = prepared.plan
-        self.num_microbatches = num_microbatches
-        self.skips_overflow = skips_overflow
-        self.before_update = before_update
+        self.num_microbatches = setup.config.num_microbatches
+        self.skips_overflow = setup.config.may_skip
+        self.before_step = before_step
         self.weight = prepared.weight
-        self._layouts = prepared.layouts
+        self.layouts = prepared.layouts
 
     def enter(self) -> None: ...
 
@@ -63,7 +85,7 @@ class OneProgramRunner(AbstractRunner):
         loss_scale: float,
         record: StepRecord,
     ) -> Outcome:
-        self.before_update()
+        self.before_step()
         weight = self.step_weight(batch, keys)
         scale = np.float32(loss_scale), np.float32(weight)
         scalars = advance.before if advance.reads_step else advance.values(0.0)
@@ -101,7 +123,7 @@ class OneProgramRunner(AbstractRunner):
 
     def placed(self, batches: Any, spec: Any, keys: Any) -> tuple[Any, Any]:
         """Put the keys and this process's share of the microbatches on the devices."""
-        shardings = batch_shardings(spec, self._layouts)
+        shardings = batch_shardings(spec, self.layouts)
         pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(shardings), strict=True)
         layouts = [
             placed_layout((self.num_microbatches, *leaf.shape), sharding)
@@ -110,20 +132,18 @@ class OneProgramRunner(AbstractRunner):
         placed = to_devices(jax.tree.leaves(batches), layouts)
         if keys is not None:
             words = np.asarray(to_words(keys))
-            everywhere = whole_layout(words.shape, self._layouts.mesh)
+            everywhere = whole_layout(words.shape, self.layouts.mesh)
             keys = from_words(to_devices([words], [everywhere])[0], keys)
         return jax.tree.unflatten(jax.tree.structure(batches), placed), keys
 
 
-class FusedRunner(OneProgramRunner):
+class FusedRunner(WholeRunner):
     """Runs fused steps: all arrays rest on the device."""
 
-    def __init__(
-        self, fused: Fused, stores: Stores, spec: Any, *, problem: Problem, **rest: Any
-    ):
-        super().__init__(fused, stores, spec, **rest)
-        self.program: FusedProgram = fused.program
-        self._evaluate = fused_evaluation(problem, fused.layouts)
+    def __init__(self, fused: Fused, setup: Setup, *rest: Any):
+        super().__init__(fused, setup, *rest)
+        self.program = fused.program
+        self._evaluate = fused_evaluation(setup.problem, fused.layouts)
 
     def execute(
         self, instruction: Instruction, inputs: Any, record: StepRecord
@@ -147,7 +167,10 @@ class FusedRunner(OneProgramRunner):
         record.is_mixed = False
         return outputs
 
-    def evaluate(self, batch: Any, spec: Any, keys: Sequence[Any]) -> Weighted:
+    def evaluation(self, setup: Setup, spec: Any) -> Evaluate:
+        return lambda batch, keys, _: self._evaluated(batch, spec, keys)
+
+    def _evaluated(self, batch: Any, spec: Any, keys: Sequence[Any]) -> Weighted:
         """The evaluation loss of a batch with microbatches of shape `spec`."""
         params = [
             self.stores.device.read(a).result()

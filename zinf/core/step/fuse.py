@@ -1,0 +1,39 @@
+"""Plans the fused step: everything is on the device."""
+
+from zinf.core.plan import fused_plan
+from zinf.core.program import Tier
+from zinf.core.step.run.whole import Fused
+from zinf.core.step.setup import Request, Setup
+from zinf.core.step.whole.fused import compile_fused
+
+
+def fits_fused(setup: Setup, request: Request) -> bool:
+    """Whether all arrays rest on the device, or may and have room."""
+    homes = request.homes
+    if homes is not None:
+        return set(homes.values()) == {Tier.DEVICE} and not any(a.rows for a in homes)
+    tiers = {setup.config.param_tier, setup.config.optimizer_tier}
+    state = request.layouts.device_bytes
+    return tiers <= {None, Tier.DEVICE} and state <= setup.capacity()[Tier.DEVICE]
+
+
+def fuse(setup: Setup, request: Request) -> Fused:
+    layouts = request.layouts
+    program = compile_fused(
+        setup.problem,
+        setup.separated,
+        request.batch,
+        key=setup.key,
+        num_microbatches=setup.config.num_microbatches,
+        clipping=setup.clipping,
+        layouts=layouts,
+    )
+    plan = fused_plan(
+        dict.fromkeys(layouts.arrays, Tier.DEVICE),
+        layouts.device_bytes,
+        program.workspace_bytes,
+        setup.capacity(),
+        program.flops,
+        setup.rates(),
+    )
+    return Fused(plan=plan, program=program, layouts=layouts, weight=request.weight)

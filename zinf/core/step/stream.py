@@ -1,0 +1,145 @@
+"""Plans the streamed step: segment by segment, with arrays on any tiers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+
+from zinf.core.plan import (
+    Choices,
+    Resident,
+    StepOptions,
+    build_at_home,
+    count_contributions,
+)
+from zinf.core.program import ArrayId, Tier
+from zinf.core.segment import Segmented
+from zinf.core.step.arrays import make_catalog, residents, resting_pieces
+from zinf.core.step.earlier_plan import EarlierPlan, Step, earlier_plan
+from zinf.core.step.exchange import segment_exchanges
+from zinf.core.step.joint import grouped
+from zinf.core.step.keeping import keeping_as_chosen, what_may_be_kept
+from zinf.core.step.run.streamed import Streamed
+from zinf.core.step.setup import Request, Setup
+from zinf.core.step.shrink import Compiled, Limits, accumulates, cut, shrunk
+from zinf.core.step.step_weight import StepWeight
+from zinf.core.step.updates import compile_program_updates
+
+
+def stream(setup: Setup, request: Request) -> Streamed:
+    """Cut by layer; while the plan does not fit the device, tighten the limits.
+
+    Tighter limits make segments smaller. Weights larger than a segment may hold are
+    read by tile, and segments with too large intermediate values run in blocks of rows.
+    """
+    limits, layouts = Limits(setup.config.segment_max_bytes), request.layouts
+
+    def cut_to(max_bytes: int | None) -> Segmented:
+        is_traced = max_bytes == limits.param_bytes
+        source = request.source if is_traced else setup.trace(request.batch, max_bytes)
+        return cut(setup, source, layouts, max_bytes)
+
+    def attempt(segmented: Segmented, compiled: Compiled, limits: Limits) -> Streamed:
+        rest = request.homes, request.weight
+        return stream_segments(setup, segmented, compiled, limits, *rest)
+
+    return shrunk(setup, layouts, cut_to, attempt, limits)
+
+
+def stream_segments(
+    setup: Setup,
+    segmented: Segmented,
+    compiled: Compiled,
+    limits: Limits,
+    homes: Mapping[ArrayId, Tier] | None = None,
+    weight: StepWeight | None = None,
+) -> Streamed:
+    """The fastest step of these segments that fits the budgets.
+
+    Args:
+        limits: those of the segments.
+        homes: the tiers where arrays rest; None places them.
+        weight: of the step.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
+    segments, layouts = compiled.segments, compiled.layouts
+    program = replace(segmented.program, segments=tuple(s.spec for s in segments))
+    spaces = [s.workspace() for s in segments]
+    updates = compile_program_updates(
+        program,
+        setup.problem,
+        setup.separated,
+        accumulates=accumulates(setup, program),
+        layouts=layouts,
+    )
+    options = StepOptions(
+        num_microbatches=setup.config.num_microbatches,
+        updates_in_backward=not setup.waits,
+        value_tier=setup.config.activation_tier or Tier.DEVICE,
+        gradient_tier=Tier.HOST,
+    )
+    catalog = make_catalog(
+        program,
+        layouts,
+        resting_pieces(layouts, program, homes),
+        homes,
+        workspace=[(w.forward_bytes, w.backward_bytes) for w in spaces],
+        num_contributions=count_contributions(program, options.num_microbatches),
+        rates=setup.rates(),
+        exchange=segment_exchanges(segments),
+        norm_classes=setup.separated.norm_groups.classes,
+    )
+    choices = by_time = _choices(setup)
+    if setup.config.keeps_residuals:
+        levels = (False, True)
+        keepings = tuple(partial(what_may_be_kept, segments, x) for x in levels)
+        choices = replace(choices, keepings=keepings)
+    rest = updates.units, setup.capacity(), options, choices
+    placed: list[Resident] = []
+    if homes is not None:
+        search = partial(build_at_home, catalog, *rest)
+    else:
+        placed = residents(catalog, setup.config)
+        search = partial(setup.build_placed, catalog, placed, *rest)
+    step, earlier = Step(catalog, placed, *rest), EarlierPlan()
+    # Several processes would have to agree on whether one of them searches, and what a
+    # program takes on another machine is that machine's compiler's to say.
+    if setup.group.count == 1 and setup.topology is None:
+        earlier = earlier_plan(step, segments, updates, mesh=setup.rule.mesh)
+    arranged, joint = grouped(earlier.arranged(step, search), updates)
+    return Streamed(
+        plan=arranged.plan,
+        layouts=layouts,
+        weight=weight,
+        arranged=arranged,
+        segmented=replace(segmented, program=program),
+        segments=keeping_as_chosen(segments, arranged.catalog.keeping),
+        updates=updates,
+        joint=joint,
+        compute_dtype=jnp.dtype(setup.config.compute_dtype),
+        limits=limits,
+        choices=by_time,
+        earlier=earlier,
+    )
+
+
+def _choices(setup: Setup) -> Choices:
+    """The options that the search may choose, where the config leaves them open."""
+
+    def from_tier(fastest: Tier) -> tuple[Tier, ...]:
+        tiers = list(Tier)[list(Tier).index(fastest) :]
+        return tuple(t for t in tiers if t != Tier.NVME or setup.config.nvme_paths)
+
+    asked = setup.config.activation_tier
+    return Choices(
+        from_tier(Tier.DEVICE) if asked is None else (asked,),
+        from_tier(Tier.HOST),
+        setup.config.persistence_bytes,
+        update_tiers=(Tier.DEVICE,),
+        defers=True,
+        # On several devices, rows of a shard are not rows of the whole array.
+        by_row=setup.rule.mesh.size == 1,
+    )
