@@ -26,7 +26,7 @@ from zinf.core.sharding import axis_rule
 from zinf.core.step import choice, fuse, offload, setup
 from zinf.core.step.choice import faster, in_short, why_not_offloaded
 from zinf.core.step.run.offloaded import Offloaded
-from zinf.core.step.whole import offloaded, sound
+from zinf.core.step.whole import sound, transfers
 from zinf.core.topology import parse_topology
 
 TX = optax.adamw(1e-2)
@@ -240,9 +240,9 @@ def test_a_device_that_slices_host_arrays_wrongly_is_not_offloaded_to(monkeypatc
     """As XLA has done for GPUs: the rows of a reversed loop were those of others."""
     monkeypatch.setattr(setup.Setup, "computes_elsewhere", True)
     assert sound.deviation(jax.devices()[0]) < 1e-5
-    right = offloaded.row
+    right = transfers.row
     monkeypatch.setattr(
-        offloaded, "row", lambda stack, n: right(stack, stack.shape[0] - 1 - n)
+        transfers, "row", lambda stack, n: right(stack, stack.shape[0] - 1 - n)
     )
     sound.deviation.cache_clear()
     message = r"gradients .* differ from those of plain jax by [1-9]\d+\.\d%"

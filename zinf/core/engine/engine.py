@@ -40,7 +40,6 @@ from zinf.core.engine.scalars import Scalars
 from zinf.core.engine.state import (
     initialize_arrays,
     make_residents,
-    make_stores,
     read_leaf,
     write_model_state,
 )
@@ -654,8 +653,7 @@ class Engine:
                 if averages is None:
                     training = self._runners.get(shape, current)
                     return training.evaluation(self.planner, spec)
-                at_rest = AtRest(self._residents.homes, self._residents.layouts)
-                rest = self.planner, self.stores, spec, at_rest
+                rest = self.planner, self.stores, spec, self._at_rest()
                 return evaluation_by_segment(*rest, averages=averages)
 
         return self._forward.get(("evaluate", kind, shape), make)
@@ -681,7 +679,7 @@ class Engine:
                 self.planner,
                 found,
                 spec,
-                AtRest(self._residents.homes, self._residents.layouts),
+                self._at_rest(),
                 num_microbatches=num_microbatches,
             )
             if num_microbatches > 1:
@@ -738,7 +736,7 @@ class Engine:
         problem, of_params = self.planner.problem, self._of_params()
         planner = GenerationPlanner(
             self.planner,
-            AtRest(self._residents.homes, self._residents.layouts),
+            self._at_rest(),
             decoder,
             sampling,
             lambda f: problem.bound(f if of_params is None else of_params(f)),
@@ -782,23 +780,21 @@ class Engine:
 
     def _make(self, batch: Any) -> AbstractRunner:
         spec = self.planner.batch_spec(batch)
-        made = self.planner.plan(spec, self._at_rest())
+        made = self.planner.plan(spec, self._at_rest() if self.is_placed else None)
         if not self.is_placed:
             self._place(made)
         wait = self._pending_save.wait
         return made.runner(self.planner, self.stores, spec, wait)
 
-    def _at_rest(self) -> AtRest | None:
-        """Where the arrays rest; None if they are not placed yet."""
-        if not self.is_placed:
-            return None
+    def _at_rest(self) -> AtRest:
+        """Where the arrays rest, once they are placed."""
         residents = self._residents
         is_in_stacks = self.stores.stacks is not None
         return AtRest(residents.homes, residents.layouts, is_in_stacks)
 
     def _place(self, made: AbstractPrepared) -> None:
         plan, layouts = made.plan, made.layouts
-        stores = make_stores(made, self.planner)
+        stores = made.open_stores(self.planner)
         close = self._pending_save.close
         self.stores, self._closing = stores, close_when_dropped(self, close, stores)
         try:

@@ -1,4 +1,4 @@
-"""Opens the stores of a plan and writes the initial state, one leaf at a time."""
+"""Makes the persistent arrays of a plan, and writes their initial values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,34 +6,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.core.memory import Residents, Stores, open_stores
+from zinf.core.memory import Residents, Stores
 from zinf.core.plan import Plan
 from zinf.core.problem.problem import Problem
 from zinf.core.problem.state_rules import combined
 from zinf.core.program import ArrayId, Role, Rows, Tier
 from zinf.core.sharding import Layouts
-from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.step.run.outcome import Outcome
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.setup import Setup
 from zinf.core.step.updates import block_bytes, block_rows, blocks, cpu_device
 from zinf.distributed import Digests
-
-
-def make_stores(made: AbstractPrepared, setup: Setup) -> Stores:
-    """Empty stores with the capacities that a step was planned for.
-
-    Raises:
-        NotImplementedError, ValueError: see `Streamed.store_options`.
-    """
-    capacity = made.plan.capacity_bytes
-    return open_stores(
-        list(setup.rule.mesh.devices.flat),
-        device_bytes=capacity[Tier.DEVICE],
-        host_bytes=capacity[Tier.HOST],
-        nvme_bytes=capacity[Tier.NVME],
-        **made.store_options(setup),
-    )
 
 
 def make_residents(

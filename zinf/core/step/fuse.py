@@ -18,16 +18,7 @@ def fits_fused(setup: Setup, request: Request) -> bool:
 
 
 def fuse(setup: Setup, request: Request) -> Fused:
-    layouts = request.layouts
-    program = compile_fused(
-        setup.problem,
-        setup.separated,
-        request.batch,
-        key=setup.key,
-        num_microbatches=setup.config.num_microbatches,
-        clipping=setup.clipping,
-        layouts=layouts,
-    )
+    layouts, program = request.layouts, compile_fused(request.frame(setup))
     plan = fused_plan(
         dict.fromkeys(layouts.arrays, Tier.DEVICE),
         layouts.device_bytes,

@@ -13,6 +13,7 @@ from zinf.core.step.arrays import resting_pieces
 from zinf.core.step.run.offloaded import Offloaded
 from zinf.core.step.setup import Request, Setup
 from zinf.core.step.shrink import cut
+from zinf.core.step.whole.frame import Frame
 from zinf.core.step.whole.offloaded import (
     OffloadedProgram,
     check_offloadable,
@@ -34,7 +35,7 @@ def offload(setup: Setup, request: Request) -> Offloaded:
         )
     layouts = request.layouts
     segmented = cut(setup, request.source, layouts, setup.config.segment_max_bytes)
-    program = _program(setup, request, segmented)
+    program = _program(setup, request.frame(setup), segmented)
     plan = offloaded_plan(
         dict.fromkeys(resting_pieces(layouts, segmented.program), Tier.HOST),
         program.moved,
@@ -53,7 +54,7 @@ def offload(setup: Setup, request: Request) -> Offloaded:
     return Offloaded(plan=plan, program=program, **rest)
 
 
-def _program(setup: Setup, request: Request, segmented: Segmented) -> OffloadedProgram:
+def _program(setup: Setup, frame: Frame, segmented: Segmented) -> OffloadedProgram:
     """The first form that fits the device, or else the last one.
 
     Updates in passes have the state of a whole layer on the device, and fewer bytes to
@@ -69,14 +70,8 @@ def _program(setup: Setup, request: Request, segmented: Segmented) -> OffloadedP
         offloads_values, updates_in_passes = form
         try:
             program = compile_offloaded(
-                setup.problem,
-                setup.separated,
+                frame,
                 segmented,
-                request.batch,
-                key=setup.key,
-                num_microbatches=setup.config.num_microbatches,
-                clipping=setup.clipping,
-                layouts=request.layouts,
                 offloads_values=offloads_values,
                 updates_in_passes=updates_in_passes,
             )

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from zinf.core.config import Config
-from zinf.core.memory import Stores
+from zinf.core.memory import Stores, open_stores
 from zinf.core.plan import Instruction, Plan, Rates
+from zinf.core.program import Tier
 from zinf.core.sharding import Layouts
 from zinf.core.step.run.runner import AbstractRunner
 from zinf.core.step.setup import Setup
@@ -54,6 +55,25 @@ class AbstractPrepared(ABC):
             the instruction, the executable, and the bytes that the plan counts for its
             arguments and results on one device; None if they are the compiler's.
         """
+
+    def open_stores(self, setup: Setup, **options: Any) -> Stores:
+        """Empty stores with the capacities that the step was planned for.
+
+        Args:
+            options: arguments of `zinf.core.memory.open_stores`, before the step's.
+
+        Raises:
+            NotImplementedError, ValueError: the host memory cannot be as
+                `memory.pinned` asks (`zinf.core.memory.host.pages`).
+        """
+        capacity = self.plan.capacity_bytes
+        return open_stores(
+            list(setup.rule.mesh.devices.flat),
+            device_bytes=capacity[Tier.DEVICE],
+            host_bytes=capacity[Tier.HOST],
+            nvme_bytes=capacity[Tier.NVME],
+            **{**self.store_options(setup), **options},
+        )
 
     def store_options(self, setup: Setup) -> dict[str, Any]:
         """Arguments of `open_stores`, besides devices and budgets."""

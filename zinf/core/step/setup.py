@@ -48,6 +48,7 @@ from zinf.core.step.arrays import array_specs
 from zinf.core.step.attention import AttentionRows
 from zinf.core.step.batch import batch_spec, check_rows
 from zinf.core.step.step_weight import StepWeight
+from zinf.core.step.whole.frame import Frame
 from zinf.core.topology import Topology, out_of_memory
 from zinf.distributed import AbstractGroup, Alone
 
@@ -83,6 +84,18 @@ class Request:
     layouts: Layouts
     homes: Mapping[ArrayId, Tier] | None
     weight: StepWeight | None
+
+    def frame(self, setup: "Setup") -> Frame:
+        """What a step of one executable computes."""
+        return Frame(
+            setup.problem,
+            setup.separated,
+            self.batch,
+            setup.key,
+            setup.config.num_microbatches,
+            setup.clipping,
+            self.layouts,
+        )
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ class Stack:
         spec = PartitionSpec(*[None] * len(self._leading), *layout.spec)
         return NamedSharding(layout.mesh, spec, memory_kind=PINNED)
 
+    def abstract(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        """The array of all devices, or as many numbers of another dtype."""
+        kind = np.dtype(self.dtype) if dtype is None else dtype
+        return jax.ShapeDtypeStruct(self.shape, kind, sharding=self.sharding)
+
     @property
     def _leading(self) -> tuple[int, ...]:
         return (len(self.members),) if self.is_stacked else ()

@@ -32,8 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.core.machine.rates_file import RatesFile
-from zinf.core.memory import Stores, aligned_empty, open_stores, to_devices
-from zinf.core.memory.host.pages import open_pages
+from zinf.core.memory import Stores, aligned_empty, to_devices
 from zinf.core.memory.nvme import find_profile
 from zinf.core.memory.storage_error import from_os_error
 from zinf.core.optim.advance import Advance
@@ -56,7 +55,6 @@ from zinf.core.process.compile_cache import machine_digest, starts_folder
 from zinf.core.process.user_cache import recall, remember
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 from zinf.core.sharding import whole_layout
-from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.run.run import StepRecord, Work, run_alone
 from zinf.core.step.run.streamed import Streamed, StreamedRunner
 from zinf.core.step.setup import Setup
@@ -344,23 +342,9 @@ def _scratch(path: Path) -> Iterator[Path]:
 @contextmanager
 def _bench(made: Streamed, setup: Setup, spec: Any) -> Iterator[_Bench]:
     config, separated = setup.config, setup.separated
-    capacity = made.plan.capacity_bytes
-    options = config.nvme_options
     with ExitStack() as opened:
-        options["nvme_paths"] = [
-            opened.enter_context(_scratch(path)) for path in config.nvme_paths
-        ]
-        mesh = setup.rule.mesh
-        needed = made.plan.peak_bytes[Tier.HOST]
-        gather = setup.group.gather
-        stores = open_stores(
-            list(mesh.devices.flat),
-            device_bytes=capacity[Tier.DEVICE],
-            host_bytes=capacity[Tier.HOST],
-            nvme_bytes=capacity[Tier.NVME],
-            pages=open_pages(config.pinned, local_devices(mesh), needed, gather),
-            **options,
-        )
+        scratch = [opened.enter_context(_scratch(path)) for path in config.nvme_paths]
+        stores = made.open_stores(setup, nvme_paths=scratch)
         opened.callback(stores.close)
         runner = StreamedRunner(
             made,

@@ -92,12 +92,6 @@ class Streamed(AbstractPrepared):
         return kept_off_nvme(self.plan.homes, self.arranged.catalog.specs, config)
 
     def store_options(self, setup: Setup) -> dict[str, Any]:
-        """Pages for the host, and folders on drives.
-
-        Raises:
-            NotImplementedError, ValueError: the host memory cannot be as
-                `memory.pinned` asks (`zinf.core.memory.host.pages`).
-        """
         devices = local_devices(setup.rule.mesh)
         needed, gather = self.plan.peak_bytes[Tier.HOST], setup.group.gather
         pages = open_pages(setup.config.pinned, devices, needed, gather)

@@ -23,7 +23,8 @@ from zinf.core.step.run.outcome import Outcome, outcome_of
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import AbstractRunner, Evaluate
 from zinf.core.step.setup import Setup
-from zinf.core.step.whole.fused import FusedProgram, batch_shardings, fused_evaluation
+from zinf.core.step.whole.frame import batch_shardings
+from zinf.core.step.whole.fused import FusedProgram, fused_evaluation
 from zinf.core.step.whole.offloaded import OffloadedProgram
 
 

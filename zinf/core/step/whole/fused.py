@@ -9,45 +9,29 @@ are sharded like the optimizer state before the update.
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from zinf.core.optim.clipping import Clipping
-from zinf.core.optim.decision import judge
 from zinf.core.optim.separate import Separated
 from zinf.core.optim.squares import root
 from zinf.core.optim.update import update_function
 from zinf.core.problem.problem import Problem
-from zinf.core.problem.source import named_leaves
 from zinf.core.problem.weighted import WEIGHT
 from zinf.core.program import ArrayId, Role
-from zinf.core.sharding import Layouts, as_cut, batch_layouts, cut, gather
+from zinf.core.sharding import Layouts, as_cut, cut, gather
 from zinf.core.sharding.mesh import SEQ, replicated
 from zinf.core.step.sums import sum_dtype, sum_squares
-from zinf.core.topology import compile_for
+from zinf.core.step.whole.frame import Frame
+from zinf.core.topology import memory
 
 Arrays = Mapping[ArrayId, Any]
 
 
 @dataclass(frozen=True)
 class FusedProgram:
-    """The compiled step.
-
-    `step(values, batch, keys, scalars, loss_scale, weight) -> (values, outputs)`.
-    `values` are all persistent arrays in the order of `arrays` (donated). `batch` and
-    `keys` have a leading microbatch dim. `weight` is what the sum of the microbatches'
-    losses is divided by. `outputs` are `losses`, `judged` (what `judge` returns) and
-    `extra` (the loss function's other outputs, by microbatch). A step whose losses or
-    gradient are not finite changes no array.
-
-    `scalars` are the step values. If the optimizer reads the loss, or clips some leaves
-    apart, they are its shared state instead, and `outputs["shared"]` is the shared
-    state of the next step.
-    """
+    """The compiled step; its only group of arrays is all of `arrays` (`Frame`)."""
 
     step: jax.stages.Compiled
     arrays: tuple[ArrayId, ...]
@@ -55,26 +39,15 @@ class FusedProgram:
     flops: int
 
 
-def compile_fused(
-    problem: Problem,
-    separated: Separated,
-    batch: Any,
-    *,
-    key: jax.ShapeDtypeStruct | None,
-    num_microbatches: int,
-    clipping: Clipping,
-    layouts: Layouts,
-) -> FusedProgram:
+def compile_fused(frame: Frame) -> FusedProgram:
     """Compiles the fused step for one mesh and shape of microbatch."""
+    problem, separated, layouts = frame.problem, frame.separated, frame.layouts
     updates = _leaf_updates(problem, separated, layouts)
-    trained = [leaf.path for leaf in separated.leaves]
-
-    own_parts = {p: layouts.own_part(ArrayId(Role.GRADIENT, p)) for p in trained}
-    specs = {
-        array: jax.ShapeDtypeStruct(entry.layout.padded, entry.spec.dtype)
-        for array, entry in layouts.arrays.items()
+    own_parts = {
+        leaf.path: layouts.own_part(ArrayId(Role.GRADIENT, leaf.path))
+        for leaf in separated.leaves
     }
-    ids = tuple(specs)
+    ids = tuple(layouts.arrays)
 
     def step(
         values: Sequence[Any],
@@ -89,30 +62,19 @@ def compile_fused(
             (p, arrays[ArrayId(Role.PARAM, p)]) for p in problem.params
         )
         seed = loss_scale / weight
-        grads, losses, extra = _accumulate(
-            problem, trained, params, batch, keys, seed, num_microbatches, layouts
-        )
+        grads, losses, extra = _accumulate(frame, params, batch, keys, seed)
         for path, part in own_parts.items():
             if part is not None:
                 grads[path] = as_cut(grads[path], part.device)
-        judged = judge(
-            losses,
-            sum_squares(list(grads.values())),
-            clipping=clipping,
-            loss_scale=loss_scale,
-            xp=jnp,
-        )
+        judged = frame.judged(losses, sum_squares(list(grads.values())), loss_scale)
         _, factor, is_finite = judged
-        shared, step_values = [], scalars
-        if separated.reads_step:
-            loss = jnp.sum(losses.astype(jnp.float32)) / weight
-            # As each update takes its gradient: multiplied by the factor.
-            norms = [
-                (root(sum_squares([grads[p] for p in sorted(group)]), jnp) * factor)
-                for group in separated.norm_groups.paths
-            ]
-            norms = [norm.astype(jnp.float32) for norm in norms]
-            shared, step_values = separated.advance(scalars, loss, norms)
+        # As each update takes its gradient: multiplied by the factor.
+        norms = [
+            (root(sum_squares([grads[p] for p in sorted(group)]), jnp) * factor)
+            for group in separated.norm_groups.paths
+        ]
+        norms = [norm.astype(jnp.float32) for norm in norms]
+        shared, step_values = frame.step_values(scalars, losses, weight, norms)
         new = dict(arrays)
         for update in updates:
             new.update(update(arrays, grads, factor, step_values))
@@ -120,28 +82,17 @@ def compile_fused(
         outputs = {"losses": losses, "judged": judged, "extra": extra}
         return kept, {**outputs, "shared": shared}
 
-    scalars = separated.step_value_specs
-    if separated.reads_step:
-        scalars = separated.shared_specs
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    inputs = (
-        stacked_specs(batch, num_microbatches),
-        stacked_specs(key, num_microbatches),
-    )
-    arguments = list(specs.values()), *inputs, list(scalars), scale, scale
-    everywhere = replicated(layouts.mesh)
     forms = [layouts.of(array).device for array in ids]
-    shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 4
-    placed = placed_specs(arguments, shardings)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(forms, everywhere))
-    compiled = compile_for(layouts.mesh, jitted.lower(*placed))
-    memory = compiled.memory_analysis()
-    assert memory is not None, "this backend does not say how much memory it needs"
-    workspace = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    workspace -= memory.alias_size_in_bytes
-    workspace += sum(map(device_bytes, jax.tree.leaves(placed[1:])))
+    values = [
+        jax.ShapeDtypeStruct(entry.layout.padded, entry.spec.dtype, sharding=form)
+        for entry, form in zip(layouts.arrays.values(), forms, strict=True)
+    ]
+    compiled = frame.compile(step, [values], forms)
+    found = memory(compiled)
+    workspace = found.temp_bytes + found.output_bytes - found.alias_bytes
     cost = compiled.cost_analysis() or {}
-    return FusedProgram(compiled, ids, workspace, int(cost.get("flops", 0)))
+    flops = int(cost.get("flops", 0))
+    return FusedProgram(compiled, ids, workspace + frame.input_bytes, flops)
 
 
 def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
@@ -156,32 +107,8 @@ def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
     return jax.jit(evaluate, out_shardings=everywhere)
 
 
-def batch_shardings(batch: Any, layouts: Layouts) -> Any:
-    """The shardings of stacked microbatches.
-
-    Args:
-        batch: shapes of one microbatch.
-
-    Raises:
-        ValueError: a microbatch cannot be divided among the devices.
-    """
-    shapes = {f"batch/{n}": leaf.shape for n, leaf in named_leaves(batch).items()}
-    leaves = [
-        NamedSharding(layouts.mesh, PartitionSpec(None, *layout.device.spec))
-        for layout in batch_layouts(shapes, layouts.rule).values()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
-
-
 def _accumulate(
-    problem: Problem,
-    trained: Sequence[str],
-    params: "OrderedDict[str, Any]",
-    batch: Any,
-    keys: Any,
-    seed: Any,
-    num_microbatches: int,
-    layouts: Layouts,
+    frame: Frame, params: "OrderedDict[str, Any]", batch: Any, keys: Any, seed: Any
 ) -> tuple[dict[str, Any], Any, Any]:
     """`(gradients, losses, extra)` of all microbatches.
 
@@ -191,8 +118,10 @@ def _accumulate(
     Args:
         seed: the cotangent of each loss.
     """
+    problem, layouts = frame.problem, frame.layouts
+    trained = [leaf.path for leaf in frame.separated.leaves]
     forms = {p: layouts.of(ArrayId(Role.PARAM, p)) for p in params}
-    gradient_forms = {p: layouts.of(ArrayId(Role.GRADIENT, p)) for p in trained}
+    gradient_forms = {p: layouts.gradients[p] for p in trained}
 
     def scaled_loss(values: Mapping[str, Any], microbatch: Any, key: Any) -> Any:
         arguments = OrderedDict(
@@ -213,7 +142,7 @@ def _accumulate(
         return result, {p: cut(g, gradient_forms[p]) for p, g in grads.items()}
 
     trainables = {p: params[p] for p in trained}
-    if num_microbatches == 1:
+    if frame.num_microbatches == 1:
         single = jax.tree.map(lambda x: x[0], (batch, keys))
         (_, (loss, extra)), grads = gradient(trainables, *single)
         return grads, loss[None], jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
@@ -277,31 +206,3 @@ def _leaf_updates(
 
         functions.append(update)
     return functions
-
-
-def stacked_specs(tree: Any, num_microbatches: int) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((num_microbatches, *x.shape), x.dtype), tree
-    )
-
-
-def placed_specs(arguments: Any, shardings: Any) -> Any:
-    """Abstract arguments with shardings; `shardings` is a pytree prefix of them."""
-    spread = jax.tree.map(
-        lambda sharding, tree: jax.tree.map(lambda _: sharding, tree),
-        shardings,
-        arguments,
-        is_leaf=lambda x: isinstance(x, NamedSharding),
-    )
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        arguments,
-        spread,
-    )
-
-
-def device_bytes(argument: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an argument on one device."""
-    assert argument.sharding is not None
-    shape = argument.sharding.shard_shape(argument.shape)
-    return prod(shape) * argument.dtype.itemsize

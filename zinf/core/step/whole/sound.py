@@ -21,6 +21,7 @@ from zinf.core.segment import segment_loss, trace_loss
 from zinf.core.sharding import axis_rule, persistent_layouts
 from zinf.core.sharding.mesh import make_mesh
 from zinf.core.step.arrays import array_specs
+from zinf.core.step.whole.frame import Frame
 from zinf.core.step.whole.offloaded import OffloadedProgram, compile_offloaded
 
 # A tile of a TPU's memory has 128 columns.
@@ -114,14 +115,8 @@ def _program(device: jax.Device, in_passes: bool) -> OffloadedProgram:
     layouts = persistent_layouts(array_specs(problem, separated), rule)
     segmented = segment_loss(source, frozen=(), splittable=(), max_bytes=None)
     return compile_offloaded(
-        problem,
-        separated,
+        Frame(problem, separated, batch, None, 1, Clipping(), layouts),
         segmented,
-        batch,
-        key=None,
-        num_microbatches=1,
-        clipping=Clipping(),
-        layouts=layouts,
         offloads_values=not in_passes,
         updates_in_passes=in_passes,
     )
