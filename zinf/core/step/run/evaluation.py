@@ -10,7 +10,7 @@ from zinf.core.memory import Stores
 from zinf.core.optim.separate import State
 from zinf.core.problem.weighted import Weighted, weighed
 from zinf.core.segment import StateArray, evaluation_function
-from zinf.core.step.forward import Forward, plan_forward
+from zinf.core.step.forward import plan_forward
 from zinf.core.step.run.forward import ForwardRunner
 from zinf.core.step.run.runner import AbstractRunner, Evaluate
 from zinf.core.step.setup import AtRest, Setup
@@ -52,11 +52,6 @@ def evaluation_by_segment(
             for path, state in (averages or {}).items()
         },
     )
-    return evaluate_with(forward, stores, spec)
-
-
-def evaluate_with(forward: Forward, stores: Stores, spec: Any) -> Evaluate:
-    """The evaluation by a program that returns losses and their weights."""
     runner = ForwardRunner(forward, stores, spec)
 
     def by_segment(
