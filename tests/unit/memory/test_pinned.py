@@ -23,7 +23,7 @@ from zinf.core.memory.host.pages.limit import (
 from zinf.core.memory.host.pinned import PinnedStore, Stack
 from zinf.core.process import started
 from zinf.core.program import ArrayId, ArraySpec, Role
-from zinf.core.sharding import Entry, whole_layout
+from zinf.core.sharding import ArrayEntry, whole_layout
 from zinf.core.step.updates import cpu_device
 
 SHAPE = (4, 3)
@@ -33,7 +33,7 @@ ALONE = ArrayId(Role.PARAM, "head")
 
 def stack(*names: ArrayId) -> Stack:
     mesh = zinf.make_mesh(jax.devices()[:1])
-    entry = Entry(ArraySpec(SHAPE, "float32", 4), whole_layout(SHAPE, mesh))
+    entry = ArrayEntry(ArraySpec(SHAPE, "float32", 4), whole_layout(SHAPE, mesh))
     return Stack(names, entry)
 
 

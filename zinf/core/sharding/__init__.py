@@ -3,7 +3,7 @@
 from zinf.core.sharding.encoding import Blocks
 from zinf.core.sharding.layout import Box, Layout, intersection, relative
 from zinf.core.sharding.layouts import (
-    Entry,
+    ArrayEntry,
     Layouts,
     batch_dims,
     batch_layouts,
@@ -22,11 +22,11 @@ from zinf.core.sharding.rule import (
 from zinf.core.sharding.wire import as_cut, cut, gather
 
 __all__ = [
+    "ArrayEntry",
     "AxisRule",
     "Blocks",
     "Box",
     "Dim",
-    "Entry",
     "Layout",
     "Layouts",
     "as_cut",

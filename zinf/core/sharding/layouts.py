@@ -18,15 +18,15 @@ ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArrayEntry:
     """A persistent array, as a whole or as rows of the leading dim."""
 
     spec: ArraySpec
     layout: Layout
 
-    def piece(self, rows: Rows) -> "Entry":
+    def piece(self, rows: Rows) -> "ArrayEntry":
         """The entry of these rows; the leading dim must not be cut."""
-        return Entry(self.spec.piece(rows), self.layout.piece(rows))
+        return ArrayEntry(self.spec.piece(rows), self.layout.piece(rows))
 
     @property
     def share(self) -> ArraySpec:
@@ -50,7 +50,7 @@ class Layouts:
     """
 
     rule: AxisRule
-    arrays: Mapping[ArrayId, Entry]
+    arrays: Mapping[ArrayId, ArrayEntry]
     gradients: Mapping[str, Layout]
     values: Mapping[str, Layout]
 
@@ -254,7 +254,7 @@ def persistent_layouts(
         layout = _layout(array.role, spec.shape, rule, *flags)
         if array.role == Role.PARAM and spec.dtype in ENCODED_DTYPES:
             layout = _encoded(layout, rule)
-        arrays[array] = Entry(spec, layout)
+        arrays[array] = ArrayEntry(spec, layout)
         if array.role == Role.PARAM:
             gradients[array.path] = _layout(Role.GRADIENT, spec.shape, rule, *flags)
     return Layouts(rule, arrays, gradients, {})

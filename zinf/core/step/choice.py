@@ -9,7 +9,7 @@ from zinf.core.sharding import AxisRule, Layouts
 from zinf.core.step.fuse import fits_fused, fuse
 from zinf.core.step.offload import offload
 from zinf.core.step.prepared import AbstractPrepared
-from zinf.core.step.setup import Request, Setup
+from zinf.core.step.setup import Setup, StepRequest
 from zinf.core.step.stream import stream
 from zinf.core.step.whole.offloaded import not_offloadable
 from zinf.core.topology import Topology
@@ -24,7 +24,7 @@ CANNOT = (InfeasibleError, jax.errors.JaxRuntimeError)
 
 
 def choose(
-    setup: Setup, request: Request, *, is_in_stacks: bool
+    setup: Setup, request: StepRequest, *, is_in_stacks: bool
 ) -> tuple[AbstractPrepared, str]:
     """The step, and why it runs this way if `execution: auto` had a choice.
 
@@ -65,7 +65,7 @@ def choose(
     return _last(setup, request, refused), refused
 
 
-def _last(setup: Setup, request: Request, refused: str) -> AbstractPrepared:
+def _last(setup: Setup, request: StepRequest, refused: str) -> AbstractPrepared:
     """The streamed step, where nothing else is left to try.
 
     Args:
@@ -87,7 +87,7 @@ def _last(setup: Setup, request: Request, refused: str) -> AbstractPrepared:
 
 
 def _offload_or_stream(
-    setup: Setup, request: Request, refused: str
+    setup: Setup, request: StepRequest, refused: str
 ) -> tuple[AbstractPrepared, str]:
     """The one of the two that is predicted to be faster, and why.
 

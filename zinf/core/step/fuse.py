@@ -3,11 +3,11 @@
 from zinf.core.plan import fused_plan
 from zinf.core.program import Tier
 from zinf.core.step.run.whole import Fused
-from zinf.core.step.setup import Request, Setup
+from zinf.core.step.setup import Setup, StepRequest
 from zinf.core.step.whole.fused import compile_fused
 
 
-def fits_fused(setup: Setup, request: Request) -> bool:
+def fits_fused(setup: Setup, request: StepRequest) -> bool:
     """Whether all arrays rest on the device, or may and have room."""
     homes = request.homes
     if homes is not None:
@@ -17,7 +17,7 @@ def fits_fused(setup: Setup, request: Request) -> bool:
     return tiers <= {None, Tier.DEVICE} and state <= setup.capacity()[Tier.DEVICE]
 
 
-def fuse(setup: Setup, request: Request) -> Fused:
+def fuse(setup: Setup, request: StepRequest) -> Fused:
     layouts, program = request.layouts, compile_fused(request.frame(setup))
     plan = fused_plan(
         dict.fromkeys(layouts.arrays, Tier.DEVICE),

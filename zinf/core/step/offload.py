@@ -11,7 +11,7 @@ from zinf.core.segment import Segmented
 from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.arrays import resting_pieces
 from zinf.core.step.run.offloaded import Offloaded
-from zinf.core.step.setup import Request, Setup
+from zinf.core.step.setup import Setup, StepRequest
 from zinf.core.step.shrink import cut
 from zinf.core.step.whole.frame import Frame
 from zinf.core.step.whole.offloaded import (
@@ -24,7 +24,7 @@ from zinf.core.step.whole.sound import check_sound
 logger = logging.getLogger(__name__)
 
 
-def offload(setup: Setup, request: Request) -> Offloaded:
+def offload(setup: Setup, request: StepRequest) -> Offloaded:
     check_offloadable(setup.rule)
     if setup.separated.norm_groups:
         raise NotImplementedError(

@@ -9,7 +9,7 @@ from zinf.core.problem.source import check_dependence
 from zinf.core.step.batch import batch_spec, check_rows
 from zinf.core.step.choice import choose
 from zinf.core.step.prepared import AbstractPrepared, Measure
-from zinf.core.step.setup import AtRest, Request, Setup
+from zinf.core.step.setup import AtRest, Setup, StepRequest
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ class Planner(Setup):
             logger.warning(warning)
         return made
 
-    def _request(self, batch: Any, at_rest: AtRest | None) -> Request:
+    def _request(self, batch: Any, at_rest: AtRest | None) -> StepRequest:
         # Trace before fusing too: this refuses functions that are not a loss.
         source, weight = self.traced(batch, self.config.segment_max_bytes)
         check_dependence(source)
-        return Request(
+        return StepRequest(
             batch,
             source,
             self.layouts(source) if at_rest is None else at_rest.layouts,

@@ -67,7 +67,7 @@ class AtRest:
 
 
 @dataclass(frozen=True)
-class Request:
+class StepRequest:
     """A training step to plan, for one shape of microbatch.
 
     Attributes:

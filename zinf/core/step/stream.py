@@ -21,13 +21,13 @@ from zinf.core.step.exchange import segment_exchanges
 from zinf.core.step.joint import grouped
 from zinf.core.step.keeping import keeping_as_chosen, what_may_be_kept
 from zinf.core.step.run.streamed import Streamed
-from zinf.core.step.setup import Request, Setup
+from zinf.core.step.setup import Setup, StepRequest
 from zinf.core.step.shrink import Compiled, Limits, accumulates, cut, shrunk
 from zinf.core.step.step_weight import StepWeight
 from zinf.core.step.updates import compile_program_updates
 
 
-def stream(setup: Setup, request: Request) -> Streamed:
+def stream(setup: Setup, request: StepRequest) -> Streamed:
     """Cut by layer; while the plan does not fit the device, tighten the limits.
 
     Tighter limits make segments smaller. Weights larger than a segment may hold are

@@ -19,7 +19,7 @@ from zinf.core.memory.host.pages import PINNED
 from zinf.core.memory.host.store import HostStore
 from zinf.core.memory.store import DONE, check_kind, check_replaces, check_rows
 from zinf.core.program import ArrayId
-from zinf.core.sharding import Entry, Layout, relative
+from zinf.core.sharding import ArrayEntry, Layout, relative
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Stack:
     """
 
     members: tuple[ArrayId, ...]
-    entry: Entry
+    entry: ArrayEntry
 
     @property
     def layout(self) -> Layout:

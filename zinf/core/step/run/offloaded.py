@@ -12,13 +12,13 @@ from zinf.core.plan import Instruction
 from zinf.core.step.run.evaluation import evaluation_by_segment
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import Evaluate
-from zinf.core.step.run.whole import Whole, WholeRunner
+from zinf.core.step.run.whole import WholeRunner, WholeStep
 from zinf.core.step.setup import AtRest, Setup
 from zinf.core.step.whole.offloaded import OffloadedProgram
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offloaded(Whole):
+class Offloaded(WholeStep):
     """A step that is one executable, with all arrays in pinned host memory."""
 
     program: OffloadedProgram

@@ -29,7 +29,7 @@ from zinf.core.step.whole.offloaded import OffloadedProgram
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole(AbstractPrepared):
+class WholeStep(AbstractPrepared):
     """A step that is one executable."""
 
     program: FusedProgram | OffloadedProgram
@@ -39,7 +39,7 @@ class Whole(AbstractPrepared):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fused(Whole):
+class Fused(WholeStep):
     """A step that is one executable, with all arrays on the devices."""
 
     program: FusedProgram
@@ -55,7 +55,7 @@ class WholeRunner(AbstractRunner):
 
     def __init__(
         self,
-        prepared: Whole,
+        prepared: WholeStep,
         setup: Setup,
         stores: Stores,
         spec: Any,

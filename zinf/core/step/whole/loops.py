@@ -29,7 +29,7 @@ UNROLLED = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class LayerLoop:
     """Segments with one body.
 
     Attributes:

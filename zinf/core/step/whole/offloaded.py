@@ -30,7 +30,7 @@ from zinf.core.segment.loops import Part
 from zinf.core.sharding import AxisRule, Dim
 from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.whole.frame import Frame
-from zinf.core.step.whole.loops import Loop
+from zinf.core.step.whole.loops import LayerLoop
 from zinf.core.step.whole.microbatches import cotangents_of, outputs_of, summed
 from zinf.core.step.whole.offloading import Offloading
 from zinf.core.step.whole.stack_update import ON_DEVICE, ON_HOST
@@ -208,10 +208,10 @@ class _Step:
         results = [jax.device_put(run.rest[s], ON_HOST) for s in plan.changed]
         return results, outputs
 
-    def _loop(self, part: Part) -> Loop:
+    def _loop(self, part: Part) -> LayerLoop:
         leaves = jax.tree.leaves(self.frame.batch)
         num_examples = next((x.shape[0] for x in leaves if x.shape), None)
-        return Loop(self.plan, part, num_examples)
+        return LayerLoop(self.plan, part, num_examples)
 
     def _inputs(self, batch: Any, keys: Any) -> dict[str, Any]:
         """The values that no segment computes."""
