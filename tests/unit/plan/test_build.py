@@ -29,6 +29,7 @@ from zinf.core.plan import (
     fused_plan,
     initial_copies,
     offloaded_plan,
+    prove,
     value,
 )
 from zinf.core.program import ArrayId, Role, Tier
@@ -70,7 +71,9 @@ def placed(
     ]
     capacity, units_for = room(budgets), program.units_for
     catalog = program.catalog({})
-    return build_placed(catalog, residents, units_for, capacity, options, choices).plan
+    made = build_placed(catalog, residents, units_for, capacity, options, choices)
+    prove(made)
+    return made.plan
 
 
 def at_home(program: Toy | None = None, *, home: Tier = NVME, **budgets: int) -> Plan:

@@ -18,8 +18,8 @@ from zinf.core.plan import (
     Transfer,
     Update,
     check,
-    check_groups,
 )
+from zinf.core.plan.check import check_groups
 from zinf.core.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier

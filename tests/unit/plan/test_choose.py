@@ -24,6 +24,7 @@ from zinf.core.plan import (
     UpdateUnit,
     build_at_home,
     build_placed,
+    prove,
 )
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 
@@ -67,6 +68,7 @@ def counted(numbers: Mapping[str, int]) -> str:
 
 
 def described(made: Arrangement, *keepers: Keeper) -> str:
+    prove(made)
     plan, options = made.plan, made.options
     runs = [x for x in plan.instructions if isinstance(x.operation, Run)]
     passes = [f"{x.operation.kind} {x.flops}" for x in runs]

@@ -15,11 +15,11 @@ from zinf.core.plan.catalog import count_contributions as count_contributions
 from zinf.core.plan.catalog import value as value
 from zinf.core.plan.check import PlanError as PlanError
 from zinf.core.plan.check import check as check
-from zinf.core.plan.check import check_groups as check_groups
 from zinf.core.plan.choose import Arrangement as Arrangement
 from zinf.core.plan.choose import Choices as Choices
 from zinf.core.plan.choose import arrange as arrange
 from zinf.core.plan.choose import build_at_home as build_at_home
+from zinf.core.plan.choose import prove as prove
 from zinf.core.plan.choose import retimed as retimed
 from zinf.core.plan.cost import Rates as Rates
 from zinf.core.plan.cost import Timeline as Timeline

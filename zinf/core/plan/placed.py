@@ -19,7 +19,6 @@ from zinf.core.plan.choose import (
     Search,
     UnitsFor,
     faster,
-    proved,
     whole,
 )
 from zinf.core.plan.infeasible import InfeasibleError
@@ -85,7 +84,7 @@ def build_placed(
     on_host = {} if capacity_bytes[Tier.NVME] else {Tier.HOST: 0}
     slowest = homes({**capacity_bytes, **on_host})
     free = [resident for resident in residents if resident.tier is None]
-    return proved(_fastest(search, plain, slowest, free))
+    return _fastest(search, plain, slowest, free)
 
 
 def _fastest(

@@ -11,7 +11,6 @@ from zinf.core.plan import (
     Group,
     Update,
     UpdateUnit,
-    check_groups,
 )
 from zinf.core.program import ArrayId, Tier
 from zinf.core.step.updates import Updates
@@ -34,9 +33,6 @@ def grouped(arranged: Arrangement, updates: Updates) -> tuple[Arrangement, Joint
     Updates run together if they are element-wise, all their arrays rest on the devices,
     not as rows of larger arrays, and their workspace together is at most that of the
     largest of them alone.
-
-    Raises:
-        PlanError: see `check_groups`.
     """
     found = [_joint(updates, unit, arranged.plan.homes) for unit in arranged.units]
     groups = [tuple(joint) for joint in found]
@@ -45,7 +41,6 @@ def grouped(arranged: Arrangement, updates: Updates) -> tuple[Arrangement, Joint
         plan = getattr(arranged, name)
         if plan is not None:
             plans[name] = plan.grouped(groups)
-            check_groups(plans[name])
     joint = {group: update for some in found for group, update in some.items()}
     return replace(arranged, **plans), joint
 

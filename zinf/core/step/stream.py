@@ -12,6 +12,7 @@ from zinf.core.plan import (
     StepOptions,
     build_at_home,
     count_contributions,
+    prove,
 )
 from zinf.core.program import ArrayId, Tier
 from zinf.core.segment import Segmented
@@ -110,6 +111,7 @@ def stream_segments(
     if setup.group.count == 1 and setup.topology is None:
         earlier = earlier_plan(step, segments, updates, mesh=setup.rule.mesh)
     arranged, joint = grouped(earlier.arranged(step, search), updates)
+    prove(arranged)
     return Streamed(
         plan=arranged.plan,
         layouts=layouts,

@@ -23,6 +23,7 @@ from zinf.core.plan import (
     Pass,
     Run,
     Update,
+    prove,
     retimed,
 )
 from zinf.core.plan.show import show_tilings
@@ -86,6 +87,7 @@ class Streamed(AbstractPrepared):
             step, lambda: retimed(before, units, rates, choices)
         )
         arranged, joint = grouped(arranged, self.updates)
+        prove(arranged)
         return replace(self, plan=arranged.plan, arranged=arranged, joint=joint)
 
     def warning(self, config: Config) -> str | None:
