@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -18,6 +19,8 @@ from zinf import Engine
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 BATCH, LENGTH, VOCAB, DIM, LAYERS = 4, 8, 32, 16, 3
+# Two whole blocks of attention by `blocks`, and a part of one.
+LONG_LENGTH = 1100
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +121,7 @@ def start_linen(
 # NNX: zinf's own GPT in its Llama form.
 
 
-def gpt() -> GPT:
+def gpt(max_length: int = LENGTH) -> GPT:
     config = GPTConfig(
         num_layers=LAYERS,
         num_heads=2,
@@ -126,7 +129,7 @@ def gpt() -> GPT:
         embed_dim=DIM,
         mlp_dim=2 * DIM,
         vocab_size=VOCAB,
-        max_length=LENGTH,
+        max_length=max_length,
         norm="rmsnorm",
         activation="swiglu",
         position="rope",
@@ -147,6 +150,18 @@ def nnx_init() -> Any:
 
 def start_nnx(tx: optax.GradientTransformation, config: Any, **options: Any) -> Engine:
     return zinf.nnx.initialize(next_token_loss, gpt, tx, config, **options)
+
+
+# The same with one long sequence, whose attentions hold no scores.
+
+
+def draw_long(random: np.random.Generator, size: int) -> dict[str, np.ndarray]:
+    return {"tokens": random.integers(0, VOCAB, (size, LONG_LENGTH + 1), np.int32)}
+
+
+def start_long(tx: optax.GradientTransformation, config: Any, **options: Any) -> Engine:
+    make = partial(gpt, LONG_LENGTH)
+    return zinf.nnx.initialize(next_token_loss, make, tx, config, **options)
 
 
 # Equinox: a residual convolution net with normalisation, as a module of arrays.
@@ -225,5 +240,14 @@ def mlp_loss(params: dict[str, Any], batch: Any) -> jax.Array:
 PYTREE = Model("pytree", mlp_params, mlp_loss, draw_vectors)
 LINEN = Model("linen", linen_init, linen_loss, draw_tokens, start_linen)
 NNX = Model("nnx", nnx_init, nnx_loss, draw_tokens, start_nnx)
+LONG = Model(
+    "long",
+    nnx_init,
+    nnx_loss,
+    draw_long,
+    start_long,
+    size=1,
+    config={"model": {"attention": "blocks"}},
+)
 EQUINOX = Model("equinox", conv_arrays, equinox_loss, draw_signals)
 MODELS = (PYTREE, LINEN, NNX, EQUINOX)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.equivalence.model_state import NORMED
-from tests.equivalence.models import EQUINOX, LINEN, MODELS, NNX, PYTREE, Model
+from tests.equivalence.models import EQUINOX, LINEN, LONG, MODELS, NNX, PYTREE, Model
 from tests.equivalence.training import (
     ON_DEVICE,
     ON_HOST,
@@ -34,6 +34,8 @@ FAST = [
     (PYTREE, "bf16 clipping", ("cpu", "nvme")),
     (PYTREE, FP16_SUM, ON_HOST),
     (LINEN, "accumulation", ON_NVME),
+    (LONG, "plain", ON_HOST),
+    (LONG, "plain", ON_NVME),
 ]
 CASES = FAST + [
     (PYTREE, "accumulation", ("none", "cpu")),
@@ -71,7 +73,7 @@ def test_losses_and_parameters_are_bit_equal_on_all_tiers(model, name, place):
 
 
 def test_every_model_setting_and_pair_of_tiers_occurs():
-    assert {case[0] for case in CASES} == {*MODELS, NORMED}
+    assert {case[0] for case in CASES} == {*MODELS, NORMED, LONG}
     assert {case[1] for case in CASES} == SETTINGS.keys()
     assert {case[2] for case in CASES} == {*ELSEWHERE}
 

@@ -148,25 +148,27 @@ def language(vocab: int, hidden: int, size: tuple[int, int]) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("vocab", "size", "count", "num_devices", "budget"),
+    ("vocab", "size", "count", "devices", "budget"),
     [
         # Logits of 2 MiB and hidden layers of 512 KiB in each of two microbatches.
-        (1024, (2, 512), 2, 1, 1 << 20),
+        (1024, (2, 512), 2, (1, 1), 1 << 20),
         # Rows that devices divide stay where they are.
-        pytest.param(512, (4, 64), 1, 2, 1 << 19, marks=slow),
+        pytest.param(512, (4, 64), 1, (2, 1), 1 << 19, marks=slow),
+        # Of one sequence each device has half.
+        (1024, (1, 512), 1, (2, 2), 1 << 20),
     ],
-    ids=["one device", "two devices"],
+    ids=["one device", "two devices", "a divided sequence"],
 )
 def test_intermediate_values_larger_than_the_device_exist_a_block_at_a_time(
-    vocab, size, count, num_devices, budget
+    vocab, size, count, devices, budget
 ):
     init, batch = language(vocab, 256, size)
     runs = []
-    for device, devices in ((64 << 20, 1), (budget, num_devices)):
+    for device, (num_devices, num_seq) in ((64 << 20, (1, 1)), (budget, devices)):
         config = streamed_config(ON_HOST, "") | {"persistence_threshold": 64}
         config["memory"] = {"device": device}
         config["gradient_accumulation_steps"] = count
-        mesh = zinf.make_mesh(jax.devices()[:devices])
+        mesh = zinf.make_mesh(jax.devices()[:num_devices], num_seq=num_seq)
         start = language_loss, init, optax.sgd(1.0), config
         with zinf.initialize(*start, mesh=mesh) as engine:
             metrics = [engine.step(batch) for _ in range(STEPS)]

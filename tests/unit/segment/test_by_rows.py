@@ -124,10 +124,12 @@ def specs(tree: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
 
 
-def in_blocks(function: Any, params: Any, rest: Any, num_blocks: int = 4) -> Any:
-    rows = [()] * len(jax.tree.leaves(params))
+def in_blocks(
+    function: Any, params: Any, rest: Any, num_blocks: int = 4, parts: int = 1
+) -> Any:
+    rows: list[dict[int, int]] = [{}] * len(jax.tree.leaves(params))
     for leaf in jax.tree.leaves(rest):
-        rows.append(tuple(d for d, size in enumerate(leaf.shape) if size > 1))
+        rows.append({d: parts for d, size in enumerate(leaf.shape) if size > 1})
     return by_rows(function, specs((params, *rest)), rows, num_blocks)
 
 
@@ -139,8 +141,14 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("name", BY_ROW)
-def test_blocks_of_rows_give_the_results_and_derivatives_of_all_rows(name):
+# Rows that two devices have half of, in an order of their own.
+IN_PARTS = ("flattened", "masked loss", "positions", "attention and mlp")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), [(n, 1) for n in BY_ROW] + [(n, 2) for n in IN_PARTS]
+)
+def test_blocks_of_rows_give_the_results_and_derivatives_of_all_rows(name, parts):
     function, rest = BY_ROW[name]
     cotangents = jax.tree.map(jnp.cos, function(PARAMS, *rest))
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in rest]
@@ -156,7 +164,7 @@ def test_blocks_of_rows_give_the_results_and_derivatives_of_all_rows(name):
         return results, vjp(cotangents)
 
     arguments = cotangents, *rest
-    run = in_blocks(both, PARAMS, arguments)
+    run = in_blocks(both, PARAMS, arguments, parts=parts)
     expected = jax.jit(both)(PARAMS, *arguments)
     assert_close(jax.jit(run)(PARAMS, *arguments), expected)
 
@@ -172,7 +180,7 @@ NEED_ALL = {
 @pytest.mark.parametrize("name", NEED_ALL)
 def test_what_needs_all_rows_says_why(name):
     function, reason = NEED_ALL[name]
-    rows = [*[()] * len(PARAMS), (0,)]
+    rows = [*[{}] * len(PARAMS), {0: 1}]
     with pytest.raises(NotByRow, match=f"along dim 0: .*{reason}"):
         by_rows(function, specs((PARAMS, X)), rows, 4)
 

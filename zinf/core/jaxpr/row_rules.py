@@ -403,4 +403,5 @@ RULES: dict[str, Callable[[Equation, Dims], int | type[Sum]]] = {
     "gather": _gather,
     "scatter-add": _scatter_add,
     "attention": _attention,
+    "sharding_constraint": _one,
 }

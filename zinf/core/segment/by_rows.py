@@ -10,10 +10,10 @@ An attention, or the loops of its derivative, is a barrier: it runs whole, betwe
 loop over the blocks that it reads and a loop that reads its results by block.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import jax
@@ -47,14 +47,18 @@ from zinf.core.segment.row_sums import is_zeros
 def by_rows(
     function: Callable,
     arguments: Any,
-    may_be_rows: Sequence[Collection[int]],
+    may_be_rows: Sequence[Mapping[int, int]],
     num_blocks: int,
 ) -> Callable:
     """The function, computed in blocks of rows.
 
+    Rows that are divided among devices stay where they are: each block has some rows
+    of every device.
+
     Args:
         arguments: a pytree of shapes and dtypes, for `function(*arguments)`.
-        may_be_rows: for each leaf, the dims that may be divided into blocks.
+        may_be_rows: for each leaf, the dims that may be divided into blocks, and among
+            how many devices each is divided.
         num_blocks: the least number of blocks, if a divisor of the rows is as large.
 
     Raises:
@@ -74,9 +78,12 @@ def by_rows(
 
 
 def _best(
-    graph: Graph, may_be_rows: Sequence[Collection[int]], num_blocks: int
+    graph: Graph, may_be_rows: Sequence[Mapping[int, int]], num_blocks: int
 ) -> "RowWise":
-    """Tries each dim of the largest argument; takes that with the smallest block."""
+    """Tries each dim of the largest argument; takes that with the smallest block.
+
+    Of equal ones, that which is divided among the fewest devices.
+    """
     flags = zip(graph.invars, may_be_rows, strict=True)
     candidates = {v: dims for v, dims in flags if dims}
     if not candidates:
@@ -84,15 +91,17 @@ def _best(
     largest = max(candidates, key=variable_bytes)
     found: list[RowWise] = []
     reasons = []
-    for dim in sorted(candidates[largest]):
+    own = candidates[largest]
+    for dim in sorted(own, key=lambda d: (own[d], d)):
         size = largest.aval.shape[dim]
         seeds = {}
         for v, dims in candidates.items():
             same = [d for d in (dim, *sorted(dims)) if d in dims]
             fits = [d for d in same if v.aval.shape[d] == size]
             seeds.update({v: fits[0]} if fits else {})
+        parts = max(candidates[v][d] for v, d in seeds.items())
         try:
-            rows = _with_barriers_if_needed(graph, seeds)
+            rows = _with_barriers_if_needed(graph, seeds, parts)
             if rows.blocks(num_blocks) == 1:
                 raise NotByRow("the number of rows has no such divisor")
             found.append(rows)
@@ -103,14 +112,16 @@ def _best(
     return min(found, key=lambda rows: rows.largest_bytes(rows.blocks(num_blocks)))
 
 
-def _with_barriers_if_needed(graph: Graph, seeds: Mapping[Var, int]) -> "RowWise":
+def _with_barriers_if_needed(
+    graph: Graph, seeds: Mapping[Var, int], parts: int
+) -> "RowWise":
     """Rows of a program, with barriers if it has an attention or a loop."""
     try:
-        return RowWise(graph, seeds)
+        return RowWise(graph, seeds, parts)
     except NotByRow:
         if not any(map(is_opaque, graph.equations)):
             raise
-        return RowWise(graph, seeds, has_barriers=True)
+        return RowWise(graph, seeds, parts, has_barriers=True)
 
 
 @dataclass
@@ -118,6 +129,7 @@ class RowWise:
     """The values of a program that are by row, given its inputs that are (`seeds`).
 
     Attributes:
+        parts: a block has as many rows of each of so many equal parts of all rows.
         dims: values that are computed by block, and the dim of their rows.
         varying: of these, those that really differ between rows.
         sliced: values that are computed as wholes, and read by block.
@@ -132,6 +144,7 @@ class RowWise:
 
     graph: Graph
     seeds: Mapping[Var, int]
+    parts: int = 1
     dims: dict[Var, int] = field(default_factory=dict)
     varying: set[Var] = field(default_factory=set)
     sliced: dict[Var, int] = field(default_factory=dict)
@@ -230,7 +243,8 @@ class RowWise:
     def _divisor(self) -> int:
         """Every possible number of blocks divides this."""
         found = {**self.dims, **self.sliced}
-        return gcd(*(v.aval.shape[dim] for v, dim in found.items()))
+        divisor = gcd(*(v.aval.shape[dim] for v, dim in found.items()))
+        return divisor // self.parts if divisor % self.parts == 0 else 1
 
     def blocks(self, least: int) -> int:
         """The smallest possible number of blocks from `least` on; else the largest."""
@@ -302,12 +316,13 @@ class RowWise:
             return [t + x.astype(t.dtype) for t, x in pairs], rest
 
         start = [jnp.zeros(v.aval.shape, _sum_dtype(v)) for v in sums]
-        xs = [_split(values[v], self.dim_of(v), num_blocks) for v in blocked]
+        cut = num_blocks, self.parts
+        xs = [_split(values[v], self.dim_of(v), *cut) for v in blocked]
         totals, blocks = jax.lax.scan(step, start, xs, length=num_blocks)
         for v, total in zip(sums, totals, strict=True):
             values[v] = total.astype(v.aval.dtype)
         for v, block in zip(outputs, blocks, strict=True):
-            values[v] = _join(block, self.dims[v])
+            values[v] = _join(block, self.dims[v], self.parts)
 
 
 class _Block:
@@ -359,15 +374,19 @@ def _sum_dtype(variable: Var) -> np.dtype:
     return np.dtype(np.float32) if is_narrow else dtype
 
 
-def _split(value: jax.Array, dim: int, num_blocks: int) -> jax.Array:
-    """Blocks of rows along a new leading dim."""
-    shape = value.shape
-    blocks = (*shape[:dim], num_blocks, shape[dim] // num_blocks, *shape[dim + 1 :])
-    return jnp.moveaxis(value.reshape(blocks), dim, 0)
+def _split(value: jax.Array, dim: int, num_blocks: int, parts: int) -> jax.Array:
+    """Blocks of rows along a new leading dim; each has rows of all parts."""
+    before, rows, after = value.shape[:dim], value.shape[dim], value.shape[dim + 1 :]
+    size = rows // (num_blocks * parts)
+    pieces = value.reshape((*before, parts, num_blocks, size, *after))
+    blocks = jnp.moveaxis(pieces, dim + 1, 0)
+    return blocks.reshape((num_blocks, *before, parts * size, *after))
 
 
-def _join(blocks: jax.Array, dim: int) -> jax.Array:
+def _join(blocks: jax.Array, dim: int, parts: int) -> jax.Array:
     """Joins what `_split` divided."""
-    moved = jnp.moveaxis(blocks, 0, dim)
-    shape = moved.shape
-    return moved.reshape((*shape[:dim], prod(shape[dim : dim + 2]), *shape[dim + 2 :]))
+    num_blocks, *shape = blocks.shape
+    before, rows, after = shape[:dim], shape[dim], shape[dim + 1 :]
+    pieces = blocks.reshape((num_blocks, *before, parts, rows // parts, *after))
+    moved = jnp.moveaxis(pieces, 0, dim + 1)
+    return moved.reshape((*before, num_blocks * rows, *after))

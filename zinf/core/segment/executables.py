@@ -106,10 +106,10 @@ class BodyExecutables(BodyPasses):
         is_key = [jnp.issubdtype(k.dtype, jax.dtypes.prng_key) for k in kinds]
         hoisted = self.abstract[num_values:]
         rows = [
-            *[()] * num_params,
-            *([] if k else _whole_dims(x) for x, k in zip(values, is_key, strict=True)),
-            *[()] * len(hoisted),
-            *map(_whole_dims, jax.tree.leaves(extra)),
+            *[{}] * num_params,
+            *({} if k else _shards(x) for x, k in zip(values, is_key, strict=True)),
+            *[{}] * len(hoisted),
+            *map(_shards, jax.tree.leaves(extra)),
         ]
         arguments = [*params, *values, *hoisted], *extra
         return by_rows(function, arguments, rows, self.num_blocks)
@@ -283,11 +283,11 @@ class BodyExecutables(BodyPasses):
         return [*results[:first], *results[end:]], results[first:end]
 
 
-def _whole_dims(value: jax.ShapeDtypeStruct) -> list[int]:
-    """The dims along which a value is not sharded."""
+def _shards(value: jax.ShapeDtypeStruct) -> dict[int, int]:
+    """Among how many devices each dim is divided; dims of which each has 1 are none."""
     assert isinstance(value.sharding, NamedSharding)
     sizes = value.sharding.shard_shape(value.shape)
-    return [d for d, n in enumerate(value.shape) if sizes[d] == n > 1]
+    return {d: n // sizes[d] for d, n in enumerate(value.shape) if sizes[d] > 1}
 
 
 def placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
