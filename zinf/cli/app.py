@@ -316,6 +316,13 @@ def plan(
             "was made for if that is less.",
         ),
     ] = None,
+    longest: Annotated[
+        bool,
+        typer.Option(
+            "--longest",
+            help="Search the longest sequence whose step fits, and plan that.",
+        ),
+    ] = False,
     generates: Annotated[
         bool,
         typer.Option(
@@ -350,6 +357,8 @@ def plan(
     With --topology, plan for another machine and compile with its real compiler: print
     the bytes of a device and a host, collectives, and the predicted time of a step.
 
+    With --longest, plan for sequences of many lengths, and print the longest that fits.
+
     With --generate, plan to run the model: where weights and caches rest, and the
     predicted time of prompts and tokens for batches of several sizes.
 
@@ -358,8 +367,14 @@ def plan(
     from zinf.cli.finetune import model_config
     from zinf.cli.forecast import Asked, batch_sizes_of, plan_generation
     from zinf.cli.generate import in_bits
+    from zinf.cli.longest import plan_longest
     from zinf.cli.plan import plan_config, print_tables
 
+    if longest and (generates or every or html is not None):
+        raise typer.BadParameter(
+            "--longest searches a length for training, and prints the summary of its "
+            "plan. Leave --generate, --all and --html out."
+        )
     if table:
         with clean_errors(traceback):
             print_tables()
@@ -386,11 +401,17 @@ def plan(
         raise typer.Exit(max(codes))
     if weight_bits is not None:
         raise typer.BadParameter("--weight-bits is of --generate.")
-    rest = given, every, topology, html, traceback
-    codes = [plan_config(config, *rest) for config in configs]
+    problems: list[tuple[Path | str, dict[str, Any] | None]] = []
+    problems += [(config, None) for config in configs]
     if model is not None:
         raw = model_config(model, samples=samples, sequence_length=sequence_length)
-        codes.append(plan_config(model, *rest, raw))
+        problems.append((model, raw))
+    if longest:
+        where = {"topology": topology, "traceback": traceback}
+        codes = [plan_longest(name, given, **where, raw=raw) for name, raw in problems]
+        raise typer.Exit(max(codes))
+    rest = given, every, topology, html, traceback
+    codes = [plan_config(name, *rest, raw) for name, raw in problems]
     raise typer.Exit(max(codes))
 
 
