@@ -12,6 +12,9 @@ Sources:
   directions of NVLink; half of that is given here. The host and the network are those
   of DGX systems: PCIe x16 of generation 4 (A100) or 5, one HDR (A100) or NDR port for
   each GPU, and the memory of the host divided by its 8 GPUs.
+* RTX 4090: NVIDIA's "Ada GPU architecture" (V2.02), appendix A; flops with sums in
+  float32. The host is a PC: two cards on PCIe x16 of generation 4, without NVLink, 128
+  GiB of memory and Ethernet of 10 gigabit.
 """
 
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ class Chip:
 
     Attributes:
         interconnect_bytes_per_second: to devices that are reached without a network: by
-            the torus of TPUs, or the NVLink of GPUs on one host.
+            the torus of TPUs, or the NVLink (or PCIe) of GPUs on one host.
         network_bytes_per_second: to devices of other hosts; None if the interconnect
             reaches them.
         host_link_bytes_per_second: between device and host memory.
@@ -88,6 +91,7 @@ def _gpu(
     network_gbps: int,
     host_link_gbps: int,
     host_memory_gib: int,
+    devices_per_host: int = 8,
 ) -> Chip:
     return Chip(
         name=name,
@@ -98,8 +102,8 @@ def _gpu(
         interconnect_bytes_per_second=nvlink_gbps * GIGA,
         network_bytes_per_second=network_gbps * GIGA,
         host_link_bytes_per_second=host_link_gbps * GIGA,
-        host_memory_bytes=(host_memory_gib << 30) // 8,
-        devices_per_host=8,
+        host_memory_bytes=(host_memory_gib << 30) // devices_per_host,
+        devices_per_host=devices_per_host,
         num_torus_dims=None,
         max_devices=None,
     )
@@ -183,6 +187,15 @@ CHIPS = {
             network_gbps=50,
             host_link_gbps=64,
             host_memory_gib=2048,
+        ),
+        _gpu(
+            "rtx4090",
+            GPUS["RTX4090"],
+            nvlink_gbps=32,
+            network_gbps=1,
+            host_link_gbps=32,
+            host_memory_gib=128,
+            devices_per_host=2,
         ),
     )
 }
