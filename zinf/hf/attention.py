@@ -131,39 +131,25 @@ def attend(
         is_causal = getattr(module, "is_causal", True)
     given = (query, key, value, s_aux, position_bias)
     q, k, v, sinks, bias = (jax_view(x) for x in given)
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    settings: dict[str, Any] = {}
-    selects = indices is not None or block_indices is not None
-    form = getattr(attention_mask, FORM, None)
-    if form is not None and not selects:
-        settings = form.operands(num_queries, num_keys)
-        mask = None
-    else:
-        mask = jax_view(attention_mask)
-        settings["causal"] = is_causal and mask is None and num_queries > 1
-    if selects:
-        if settings.pop("causal"):
-            mask = _causal(q, k)
-        selected = _selected(module, indices, block_indices, q.shape[1], num_keys)
-        if mask is not None and mask.dtype != jnp.bool_:
-            mask = jnp.where(selected, mask, jnp.finfo(mask.dtype).min)
-        else:
-            mask = selected if mask is None else jnp.logical_and(mask, selected)
-    if mask is not None and mask.dtype != jnp.bool_:
-        bias, mask = mask if bias is None else mask + bias, None
+    selected = None
+    if indices is not None or block_indices is not None:
+        heads_keys = q.shape[1], k.shape[2]
+        selected = _selected(module, indices, block_indices, *heads_keys)
+    lengths = q.shape[2], k.shape[2]
+    seen = _seen(attention_mask, selected, lengths, is_causal=is_causal)
+    if bias is not None:
+        seen["bias"] = bias + seen["bias"] if "bias" in seen else bias
     if scaling is not None and not isinstance(scaling, int | float):
         q, scaling = q * jax_view(scaling), 1.0
     dtype = jnp.result_type(q, k, v)
     out_BTND = attention(
         *(x.astype(dtype).swapaxes(1, 2) for x in (q, k, v)),
-        mask=mask,
-        bias=bias,
         sinks=sinks,
         scale=scaling,
         soft_cap=softcap,
         dropout=dropout,
         dropout_key=default_env().get_and_rotate_prng_key() if dropout else None,
-        **settings,
+        **seen,
     )
     return torch_view(out_BTND.astype(v.dtype)), None
 
@@ -178,8 +164,37 @@ def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:
             )
 
 
-def _causal(q: jax.Array, k: jax.Array) -> jax.Array:
-    return jnp.tri(q.shape[2], k.shape[2], dtype=bool)[None, None]
+def _seen(
+    attention_mask: torch.Tensor | None,
+    selected: jax.Array | None,
+    lengths: tuple[int, int],
+    *,
+    is_causal: bool,
+) -> dict[str, Any]:
+    """The keys that each query sees, as arguments of `zinf_kernels.attention`.
+
+    Args:
+        selected: of these keys, those that the layer selects; None selects all.
+        lengths: numbers of queries and of keys.
+    """
+    form = getattr(attention_mask, FORM, None)
+    if form is not None and selected is None:
+        return form.operands(*lengths)
+    mask = jax_view(attention_mask)
+    is_causal = is_causal and mask is None and lengths[0] > 1
+    if selected is None:
+        return {"causal": is_causal} | ({} if mask is None else _mask(mask))
+    if is_causal:
+        mask = jnp.tri(*lengths, dtype=bool)[None, None]
+    if mask is None:
+        return {"mask": selected}
+    if mask.dtype == jnp.bool_:
+        return {"mask": jnp.logical_and(mask, selected)}
+    return {"bias": jnp.where(selected, mask, jnp.finfo(mask.dtype).min)}
+
+
+def _mask(mask: jax.Array) -> dict[str, jax.Array]:
+    return {"mask" if mask.dtype == jnp.bool_ else "bias": mask}
 
 
 def _selected(

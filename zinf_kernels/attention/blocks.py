@@ -107,7 +107,8 @@ class _Blocks:
         tokens = [positions(operands)]
         if "q_segments" in operands:
             tokens.append((operands["q_segments"], operands["k_segments"]))
-        blocks = cls(
+        whole = _whole(num_queries, size_q), _whole(num_keys, size_k)
+        return cls(
             spec,
             operands,
             _split_heads(_cut(q, size_q), key_heads),
@@ -115,12 +116,11 @@ class _Blocks:
             _cut(v, size_k).swapaxes(2, 3),
             tuple(_cut(x, size_q, mode="edge") for x, _ in tokens),
             tuple(_cut(x, size_k, mode="edge") for _, x in tokens),
-            {},
+            {
+                name: _by_group(_pad(operands[name], whole), key_heads)
+                for name in operands.keys() & {"mask", "bias"}
+            },
         )
-        whole = blocks.q.shape[0] * size_q, blocks.k.shape[0] * size_k
-        for name in operands.keys() & {"mask", "bias"}:
-            blocks.pairs[name] = _by_group(_pad(operands[name], whole), key_heads)
-        return blocks
 
     # Which blocks of keys a block of queries needs.
 
@@ -352,6 +352,11 @@ def _block_sizes(num_rows: int, num_queries: int, num_keys: int) -> tuple[int, i
         else:
             size_k = -(-size_k // 2)
     return size_q, size_k
+
+
+def _whole(num_tokens: int, size: int) -> int:
+    """Tokens of enough blocks of a size."""
+    return -(-num_tokens // size) * size
 
 
 def _cut(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import jax
 
-from zinf_kernels.attention.spec import Operands, Spec, score_bytes, shape_of
+from zinf_kernels.attention.spec import OPTIONAL, Operands, Spec, score_bytes, shape_of
 from zinf_kernels.device import Device, named
 
 # In the order of preference.
@@ -108,28 +108,15 @@ FUSED = MappingProxyType(
         ),
     }
 )
-# Words for operands in `Fused.features`.
-WORDS = MappingProxyType(
-    {
-        "q_segments": "segments",
-        "q_positions": "positions",
-        "k_positions": "positions",
-        "mask": "a mask",
-        "bias": "a bias",
-        "sinks": "sinks",
-    }
-)
 
 
 def features(spec: Spec, operands: Operands) -> frozenset[str]:
     """What an attention has besides causality, in the words of `Fused.features`."""
-    found = {WORDS[name] for name in operands.keys() & WORDS.keys()}
+    found = {OPTIONAL[name] for name in operands.keys() & OPTIONAL.keys()}
     if spec.window is not None:
         found.add("a causal window" if spec.causal else "a window")
     if spec.soft_cap is not None:
         found.add("a soft cap")
-    if spec.dropout:
-        found.add("dropout")
     return frozenset(found)
 
 

@@ -2,22 +2,26 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Arrays besides query, key and value, in the order of the equation's operands.
-OPTIONAL = (
-    "q_segments",
-    "k_segments",
-    "q_positions",
-    "k_positions",
-    "mask",
-    "bias",
-    "sinks",
-    "dropout_key",
+# Arrays besides query, key and value, in the order of the equation's operands, and what
+# an attention with them has besides causality, in words.
+OPTIONAL: Mapping[str, str] = MappingProxyType(
+    {
+        "q_segments": "segments",
+        "k_segments": "segments",
+        "q_positions": "positions",
+        "k_positions": "positions",
+        "mask": "a mask",
+        "bias": "a bias",
+        "sinks": "sinks",
+        "dropout_key": "dropout",
+    }
 )
 Operands = Mapping[str, Any]
 """Arrays by name: `q`, `k`, `v`, and those of `OPTIONAL` that are given."""

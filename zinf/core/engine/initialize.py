@@ -254,9 +254,7 @@ def make_planner(
                 "them. Start with `group = zinf.distributed.join(...)` in place of "
                 "jax.distributed.initialize, and pass group= to zinf.initialize."
             )
-    return Planner(
-        problem, separated, config, rule, key, group, topology, attention=rows
-    )
+    return Planner(problem, separated, config, rule, key, rows, group, topology)
 
 
 def _cut_expert(config: Config, mesh: Mesh) -> CutExpert | None:

@@ -48,7 +48,7 @@ class Planner(Setup):
                 made = made.retimed(self, self.measure, batch)
             if why:
                 logger.info("execution: %s", why)
-            attends = "" if self.attention is None else self.attention.sentence()
+            attends = self.attention.sentence()
             if why or attends:
                 made = made.with_reason(f"{why} {attends}".strip())
         self.agree_on(made.plan, "plan")

@@ -105,10 +105,10 @@ class Setup:
     Attributes:
         rule: how arrays are sharded, and on which mesh.
         key: shape and dtype of the random key, or None.
+        attention: chooses how attentions are computed, and says so.
         group: the processes that make the same plan. Each measures its budgets and
             rates, and all plan with the lowest.
         topology: the machine of the mesh; None for this machine.
-        attention: chooses how attentions are computed, and says so.
         build_placed: arranges a step whose arrays have no homes yet; a test may give
             another function than `zinf.core.plan.build_placed`.
     """
@@ -118,9 +118,9 @@ class Setup:
     config: Config
     rule: AxisRule
     key: jax.ShapeDtypeStruct | None
+    attention: AttentionRows
     group: AbstractGroup = Alone()
     topology: Topology | None = None
-    attention: AttentionRows | None = None
     build_placed: Callable[..., Arrangement] = build_placed
 
     # Batches.
