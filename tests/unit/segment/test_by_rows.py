@@ -97,6 +97,12 @@ def shifted_loss(p: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
     return cross_entropy(p, x, tokens[1:], MASK)
 
 
+def next_labels(p: Any, x: jax.Array, labels: jax.Array) -> Any:
+    following = jnp.concatenate([labels[1:], jnp.full_like(labels[:1], -1)])
+    counts = following >= 0
+    return cross_entropy(p, x, jnp.where(counts, following, 0), counts)
+
+
 BLOCKS = {"implementation": "blocks"}
 X = normal(T, H)
 BATCH = normal(4, 6, H)
@@ -115,6 +121,7 @@ BY_ROW = {
     "attention and mlp": (attention_block, (X,)),
     "a loop between two": (running_mean, (X,)),
     "labels of a longer row": (shifted_loss, (X, jnp.append(LABELS, 1))),
+    "labels moved by one": (next_labels, (X, LABELS)),
     "several results": (lambda p, x: (x.sum(0), mlp(p, x), p["b"] * 2, x), (X,)),
     "sums of sums": (lambda p, x: mlp(p, x / jnp.sqrt((x * x).sum())), (X,)),
 }
@@ -142,7 +149,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 # Rows that two devices have half of, in an order of their own.
-IN_PARTS = ("flattened", "masked loss", "positions", "attention and mlp")
+IN_PARTS = ("flattened", "labels moved by one", "positions", "attention and mlp")
 
 
 @pytest.mark.parametrize(
@@ -209,10 +216,11 @@ def test_gradients_of_narrow_parameters_are_added_up_in_float32():
     assert float(run(params, *rest)["w"][0, 0]) == 2.0
 
 
-def test_the_gradient_of_logits_is_held_a_block_at_a_time():
+@pytest.mark.parametrize("name", ["labels of a longer row", "labels moved by one"])
+def test_the_gradient_of_logits_is_held_a_block_at_a_time(name):
     """Also the part of it that depends on labels alone."""
-    rest = X, jnp.append(LABELS, 1)
-    run = in_blocks(jax.grad(shifted_loss, argnums=(0, 1)), PARAMS, rest)
+    loss, rest = BY_ROW[name]
+    run = in_blocks(jax.grad(loss, argnums=(0, 1)), PARAMS, rest)
     text = jax.jit(run).lower(PARAMS, *rest).compile().as_text()
     assert f"{T // 4},{V}" in text and f"[{T},{V}" not in text
 

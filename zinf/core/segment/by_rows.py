@@ -168,10 +168,22 @@ class RowWise:
         try:
             return self._follow_rows(equation)
         except NotByRow:
-            if not self.has_barriers or equation.primitive.name == "dot_general":
+            may_be_whole = self.has_barriers or self._only_counts(equation)
+            if not may_be_whole or equation.primitive.name == "dot_general":
                 raise
             self._make_barrier(equation)
             return {}
+
+    def _only_counts(self, equation: Equation) -> bool:
+        """Whether an equation makes integers, and of arguments alone.
+
+        Labels that are moved by one token are small, and cost no loop as wholes.
+        """
+        reads = variables(equation.invars)
+        are_at_hand = all(v not in self.dims or v in self.seeds for v in reads)
+        return are_at_hand and all(
+            jnp.issubdtype(v.aval.dtype, jnp.integer) for v in equation.outvars
+        )
 
     def _make_barrier(self, equation: Equation) -> None:
         """An equation that runs whole once the loops before it have ended."""
