@@ -79,6 +79,7 @@ class Arranged:
     kept_share: float = 0.0
     block_bytes: int = updates.BLOCK_BYTES
     by_row: bool = False
+    turns: int = 0
 
 
 PLAINEST = Arranged()
@@ -172,7 +173,7 @@ def _forced(
     keeping: Mapping[int, Keeping] = {}
     if arranged.kept_share:
         keeping = choices.keepings[0](capacity_bytes[DEVICE])
-    units = units_for(homes, arranged.update_tier)
+    units = units_for(homes, arranged.update_tier, arranged.turns)
     # Every other unit, or all, or none.
     step = round(1 / arranged.deferred_share) if arranged.deferred_share else None
     return arrange(
@@ -182,6 +183,7 @@ def _forced(
         replace(
             options,
             update_tier=arranged.update_tier,
+            turns=arranged.turns,
             value_tier=min(arranged.value_tier, tiers[-1], key=ORDER.index),
             gradient_tier=min(arranged.gradient_tier, tiers[-1], key=ORDER.index),
             gradients_by_row=arranged.by_row,
@@ -245,6 +247,13 @@ def test_kept_residuals_change_what_rounding_does_at_most(setting, kept_share):
     # Float32 keeps 24 bits, of which steps of Adam lose a few; float16 keeps 11.
     rtol = 1e-2 if setting == "overflow" else 1e-5
     np.testing.assert_allclose(found.run.losses, expected.run.losses, rtol=rtol)
+
+
+def test_updates_on_host_and_device_in_turn_change_no_bit():
+    turns = Arranged("cpu", "cpu", 1.0, turns=2)
+    expected, found = (train("clipping", x) for x in (PLAINEST, turns))
+    assert {tier for tier, _ in found.updates} == {HOST, DEVICE}
+    assert_bit_equal(found.run, expected.run)
 
 
 def test_gradients_that_come_by_row_change_no_bit():

@@ -6,7 +6,13 @@ Nothing here imports jax, numpy or the packages that do.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zinf.core.plan import ArrayUpdate, Catalog, UpdateUnit, count_contributions
+from zinf.core.plan import (
+    ArrayUpdate,
+    Catalog,
+    UpdateUnit,
+    count_contributions,
+    tier_in_turn,
+)
 from zinf.core.program import ArrayId, ArraySpec, Leaf, Program, Role, SegmentSpec, Tier
 
 FLOAT_BYTES, HALF_BYTES = 4, 2
@@ -70,16 +76,17 @@ class Toy:
         return self.units_for(homes, Tier.HOST)
 
     def units_for(
-        self, homes: Mapping[ArrayId, Tier], update_tier: Tier
+        self, homes: Mapping[ArrayId, Tier], update_tier: Tier, turns: int = 0
     ) -> list[UpdateUnit]:
         """One unit a segment and tier: an update runs on the device if all that it
         touches is there."""
         units = []
-        for segment, updates in self.updates:
+        for number, (segment, updates) in enumerate(self.updates):
+            usual = tier_in_turn(update_tier, turns, number)
             groups: dict[Tier, list[ArrayUpdate]] = {}
             for update in updates:
                 homes_of = {homes.get(a, homes.get(a.whole)) for a in update.results}
-                tier = Tier.DEVICE if homes_of == {Tier.DEVICE} else update_tier
+                tier = Tier.DEVICE if homes_of == {Tier.DEVICE} else usual
                 groups.setdefault(tier, []).append(update)
             for tier, members in groups.items():
                 parts = [[m] for m in members] if self.is_fine else [members]

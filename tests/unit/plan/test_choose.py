@@ -38,6 +38,10 @@ DRIVE = {Link.NVME_READ: 4e6, Link.NVME_WRITE: 4e6, Link.H2D: 1e9, Link.D2H: 1e9
 UPDATES = {HOST: 1e9, DEVICE: 1e9}
 # A forward pass is of 100 operations: a tenth of a millisecond, 10 ms or a second.
 FAST, SLOW, SLOWEST = (Rates(DRIVE, flops, UPDATES, 1e-6) for flops in (1e6, 1e4, 1e2))
+# The updates of a layer take 12 ms on the host and 8 ms each way, its forward pass 2.
+SLOW_BOTH = Rates(
+    dict.fromkeys(DRIVE, 1.5e6), 5e4, {HOST: 1e6, DEVICE: 1e9}, overhead_seconds=1e-6
+)
 SLOW_HOST = replace(FAST, update_bytes_per_second={HOST: 1e5, DEVICE: 1e9})
 
 
@@ -74,12 +78,13 @@ def described(made: Arrangement, *keepers: Keeper) -> str:
     passes = [f"{x.operation.kind} {x.flops}" for x in runs]
     order = " ".join("".join(w[0] for w in p.split()[:-1]) for p in passes)
     at_rest = Counter(f"{a.role} {t}" for a, t in made.catalog.homes.items())
+    turns = f" but every {options.turns}." if options.turns else ""
     less = any(keeping.is_selective for keeping in made.catalog.keeping.values())
     lines = [
         f"{made.seconds:.4g} s, {options.num_kept} keep {'less' if less else 'all'}"
         f" of the room {[k.asked for k in keepers]}",
-        f"updates on {options.update_tier}, deferred {sorted(options.deferred)}, "
-        f"{len(made.pending)} pending",
+        f"updates on {options.update_tier}{turns}, "
+        f"deferred {sorted(options.deferred)}, {len(made.pending)} pending",
         f"{counted(Counter(passes))}: {order}",
         f"{counted(at_rest)}: bytes at rest {counted(made.plan.home_bytes)}",
         f"peaks {counted(plan.peak_bytes)}",
@@ -96,17 +101,19 @@ def at_home(
     device: int = AMPLE,
     waits: bool = False,
     microbatches: int = 1,
+    home: Tier = NVME,
+    turns: tuple[int, ...] = (),
 ) -> str:
-    """The step with all arrays at home on the drive."""
+    """The step with all arrays at home on the drive, or another tier."""
     keepers = keepers or (Keeper(),)
-    homes = TOY.homes(NVME, NVME)
+    homes = TOY.homes(home, home)
     catalog = TOY.catalog(homes, num_microbatches=microbatches)
     made = build_at_home(
         replace(catalog, rates=rates),
         TOY.units_for,
         {DEVICE: device, HOST: host, NVME: AMPLE},
         StepOptions(microbatches, not waits, DEVICE, HOST),
-        Choices((DEVICE,), (HOST,), 0, (DEVICE,), keepers, defers=True),
+        Choices((DEVICE,), (HOST,), 0, (DEVICE,), turns, keepers, defers=True),
     )
     return described(made, *keepers)
 
@@ -123,9 +130,11 @@ def placed(
     # Arrays on the device, for each time that units were asked for.
     attempts = []
 
-    def units_for(homes: Mapping[ArrayId, Tier], tier: Tier) -> Sequence[UpdateUnit]:
+    def units_for(
+        homes: Mapping[ArrayId, Tier], tier: Tier, turns: int
+    ) -> Sequence[UpdateUnit]:
         attempts.append(sum(tier == DEVICE for tier in homes.values()))
-        return TOY.units_for(homes, tier)
+        return TOY.units_for(homes, tier, turns)
 
     residents = [
         Resident(
@@ -179,6 +188,12 @@ SCENARIOS: dict[str, Callable[[], str]] = {
         FAST, waits=True, host=48_000
     ),
     "a slow host": lambda: at_home(SLOW_HOST),
+    "host and links are slow: both take turns": lambda: at_home(
+        SLOW_BOTH, waits=True, home=HOST, turns=(2,)
+    ),
+    "host and links are fast: no turns": lambda: at_home(
+        SLOW, waits=True, home=HOST, turns=(2,)
+    ),
     "residuals that gain nothing": lambda: at_home(IDLE),
     "residuals that gain 2%": lambda: at_home(LATE),
     # Where computing binds, residuals are kept, and the first layers rest.

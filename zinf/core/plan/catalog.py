@@ -65,6 +65,8 @@ class StepOptions:
             possible if the update needs the norm of the whole gradient.
         update_tier: where updates run whose arrays do not all rest on the device; if it
             is the device, their state is streamed through the device.
+        turns: every so many segments have their updates on the other of host and
+            device, so that both work at once; 0: none.
         deferred: numbers of the units that are updated in the next step instead.
         num_kept: how many of the last segments that can save residuals do so, instead
             of recomputing in the backward pass.
@@ -81,6 +83,7 @@ class StepOptions:
     value_tier: Tier
     gradient_tier: Tier
     update_tier: Tier = Tier.HOST
+    turns: int = 0
     num_kept: int = 0
     deferred: frozenset[int] = frozenset()
     gradients_by_row: bool = False

@@ -32,7 +32,8 @@ from zinf.core.program import ArrayId, Tier
 WORTHWHILE = 0.99
 
 Homes = Mapping[ArrayId, Tier]
-UnitsFor = Callable[[Homes, Tier], Sequence[UpdateUnit]]
+# From `homes`, an `update_tier` and `turns`.
+UnitsFor = Callable[[Homes, Tier, int], Sequence[UpdateUnit]]
 KeepingIn = Callable[[int], Mapping[int, Keeping]]
 # Yields homes to try, one after another. The argument has the bytes that each tier must
 # keep free; `Search.plain` raises them between two placements.
@@ -44,7 +45,7 @@ class Choices:
     """The alternatives that the search tries, best first.
 
     Attributes:
-        value_tiers, gradient_tiers, update_tiers: values to try for these
+        value_tiers, gradient_tiers, update_tiers, turns: values to try for these
             `StepOptions`.
         persistence_bytes: the size under which an array never goes to nvme.
         keepings: functions from the device bytes that a segment's residuals of one
@@ -61,6 +62,7 @@ class Choices:
     gradient_tiers: tuple[Tier, ...]
     persistence_bytes: int
     update_tiers: tuple[Tier, ...] = ()
+    turns: tuple[int, ...] = ()
     keepings: tuple[KeepingIn, ...] = ()
     defers: bool = False
     by_row: bool = False
@@ -102,7 +104,7 @@ def arrange(
 
     Args:
         catalog: `homes` and `keeping` say where arrays rest and what segments may save.
-        units_for: returns the update units for homes and an `update_tier`.
+        units_for: see `UnitsFor`.
 
     Raises:
         InfeasibleError: the step does not fit.
@@ -117,7 +119,7 @@ def step(
     options: StepOptions,
 ) -> Arrangement:
     """An arrangement to compare with others: `first` and `flush` are not built."""
-    units = tuple(units_for(catalog.homes, options.update_tier))
+    units = tuple(units_for(catalog.homes, options.update_tier, options.turns))
     passage = step_passage(catalog, units, options)
     plan = streamed(passage, catalog, capacity_bytes)
     return Arrangement(plan, catalog, units, options)
@@ -169,7 +171,7 @@ def build_at_home(
     """The fastest step that fits, with arrays at the homes of the catalog.
 
     Args:
-        units_for: returns the update units for homes and an `update_tier`.
+        units_for: see `UnitsFor`.
 
     Raises:
         InfeasibleError: the step does not fit, even with activations and gradients on
@@ -186,14 +188,15 @@ def retimed(
 ) -> Arrangement:
     """The step with the same homes and residuals that is fastest by other rates."""
     catalog = replace(arranged.catalog, rates=rates)
-    options = replace(arranged.options, update_tier=Tier.HOST, deferred=frozenset())
+    plain = {"update_tier": Tier.HOST, "turns": 0, "deferred": frozenset()}
+    options = replace(arranged.options, **plain)
     capacity_bytes = arranged.plan.capacity_bytes
     search = Search(catalog, units_for, capacity_bytes, options, choices)
     found = search.attempt(replace(arranged, catalog=catalog, options=options))
     if found is None:
         # It fits only with updates on the device, or with deferred ones.
         return arrange(catalog, units_for, capacity_bytes, arranged.options)
-    return search.with_deferred(search.with_updates(found))
+    return search.with_turns(search.with_deferred(search.with_updates(found)))
 
 
 @dataclass
@@ -234,7 +237,7 @@ class Search:
             reserve = dict.fromkeys(Tier, 0)
             for homes in placements(reserve):
                 catalog = replace(self.catalog, homes=homes)
-                units = tuple(self.units_for(homes, options.update_tier))
+                units = tuple(self.units_for(homes, options.update_tier, options.turns))
                 passage = step_passage(catalog, units, options)
                 try:
                     plan = streamed(passage, catalog, self.capacity_bytes)
@@ -280,7 +283,8 @@ class Search:
 
         Times within `WORTHWHILE` count as equal.
         """
-        return self.with_deferred(self.with_residuals(self.with_updates(best)))
+        placed = self.with_residuals(self.with_updates(best))
+        return self.with_turns(self.with_deferred(placed))
 
     def with_updates(self, best: Arrangement) -> Arrangement:
         """The arrangement with updates on the tier that makes it fastest."""
@@ -295,6 +299,30 @@ class Search:
         every = frozenset(range(len(best.units)))
         for deferred in (every, not_read_first(best.units, best.catalog)):
             found = faster(best, self.attempt(best, deferred=deferred))
+            if found is not best:
+                try:
+                    best = whole(found)
+                except InfeasibleError:
+                    continue
+        return best
+
+    def with_turns(self, best: Arrangement) -> Arrangement:
+        """The arrangement with some updates on the host and others on the device.
+
+        Updates on the device have the links to the host as their limit, others the
+        host's processor. They may take longer than a forward pass each way alone.
+        """
+        before = best.options
+        for turns in self.choices.turns:
+            if self.binds(best, *Link):
+                break
+            homes = best.catalog.homes
+            units = tuple(self.units_for(homes, before.update_tier, turns))
+            deferred = frozenset(range(len(units))) if before.deferred else frozenset()
+            if 0 < len(before.deferred) < len(best.units):
+                deferred = not_read_first(units, best.catalog)
+            attempt = self.attempt(best, turns=turns, deferred=deferred)
+            found = faster(best, attempt)
             if found is not best:
                 try:
                     best = whole(found)

@@ -49,7 +49,7 @@ def build_placed(
 
     Args:
         catalog: its homes are not used.
-        units_for: returns the update units for homes and an `update_tier`.
+        units_for: see `UnitsFor`.
 
     Raises:
         InfeasibleError: no plan fits, even with all arrays on the slowest tier allowed.

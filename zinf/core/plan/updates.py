@@ -119,6 +119,13 @@ class Updates:
         return [*rows, *rest]
 
 
+def tier_in_turn(update_tier: Tier, turns: int, number: int) -> Tier:
+    """Where the updates of a segment run by `StepOptions`; its number is any count."""
+    is_other = bool(turns) and number % turns == turns - 1
+    others = {Tier.HOST: Tier.DEVICE, Tier.DEVICE: Tier.HOST}
+    return others[update_tier] if is_other else update_tier
+
+
 def _with_whole_params(unit: UpdateUnit, catalog: Catalog) -> list[ArrayId]:
     """The operands of a unit, with whole parameters in place of blocks of them.
 

@@ -33,7 +33,7 @@ from zinf.core.step.updates import Updates
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # The options that the search chooses: tiers, and others.
 TIERS = ("value_tier", "gradient_tier", "update_tier")
-OTHERS = ("num_kept", "gradients_by_row")
+OTHERS = ("turns", "num_kept", "gradients_by_row")
 # What the drive can hold at once is below this many times the bytes of all arrays: one
 # copy of each, gradients in float32 and values of each microbatch among them.
 AMPLE = 4

@@ -141,6 +141,7 @@ def _choices(setup: Setup) -> Choices:
         from_tier(Tier.HOST),
         setup.config.persistence_bytes,
         update_tiers=(Tier.DEVICE,),
+        turns=(2,),
         defers=True,
         # On several devices, rows of a shard are not rows of the whole array.
         by_row=setup.rule.mesh.size == 1,

@@ -24,7 +24,13 @@ from zinf.core.optim.update import (
     compile_placed_updates,
     compile_updates,
 )
-from zinf.core.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
+from zinf.core.plan import (
+    NO_EXCHANGE,
+    ArrayUpdate,
+    Exchange,
+    UpdateUnit,
+    tier_in_turn,
+)
 from zinf.core.problem.problem import Problem
 from zinf.core.program import ArrayId, Program, Role, Rows, Tier
 from zinf.core.sharding import Layout, Layouts
@@ -112,20 +118,25 @@ class Updates:
     joint: JointCompiler
 
     def units(
-        self, homes: Mapping[ArrayId, Tier], update_tier: Tier = Tier.HOST
+        self,
+        homes: Mapping[ArrayId, Tier],
+        update_tier: Tier = Tier.HOST,
+        turns: int = 0,
     ) -> list[UpdateUnit]:
         """The update units for arrays that rest at `homes`.
 
         An update runs on the device if all its results rest there, or if it has no host
-        step. Every other update runs on `update_tier`.
+        step. Every other update runs on `update_tier`, or on the other of host and
+        device if it is its turn (see `StepOptions`).
         """
         units = []
-        for segment, updates in self.arrays:
+        for number, (segment, updates) in enumerate(self.arrays):
+            usual = tier_in_turn(update_tier, turns, number)
             groups: dict[Tier, list[ArrayUpdate]] = {}
             for update in updates:
                 is_there = _is_on_device(update, homes)
                 has_choice = not is_there and update in self.steps[Tier.HOST]
-                tier = update_tier if has_choice else Tier.DEVICE
+                tier = usual if has_choice else Tier.DEVICE
                 groups.setdefault(tier, []).append(update)
             for tier, members in groups.items():
                 parts = self._split(members, tier)
