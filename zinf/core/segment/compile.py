@@ -22,6 +22,9 @@ _Halved = tuple[HalvedExecutables, HalvedExecutables]
 _Body = tuple[BodyExecutables, _Halved, str]
 # Run in more blocks only if that takes less than this share of the workspace.
 WORTHWHILE = 0.9
+# Two blocks may take as much as all rows: a loop has copies of its own. Before it is
+# given up, so many times more blocks are tried.
+MANY = 16
 
 
 @dataclass(frozen=True)
@@ -242,14 +245,15 @@ def _in_blocks(whole: BodyExecutables, max_bytes: int) -> tuple[BodyExecutables,
     best = whole
     while (taken := _largest(best)) > max_bytes:
         wanted = max(2 * best.num_blocks, ceil(_largest(whole) / max_bytes))
-        attempt = replace(whole, num_blocks=wanted)
+        attempts = (replace(whole, num_blocks=n) for n in (wanted, MANY * wanted))
+        enough = WORTHWHILE * taken
         try:
-            is_better = _largest(attempt) < WORTHWHILE * taken
+            better = next((x for x in attempts if _largest(x) < enough), None)
         except NotByRow as error:
             return best, str(error)
-        if not is_better:
+        if better is None:
             return best, "blocks of rows take as much"
-        best = attempt
+        best = better
     return best, ""
 
 
