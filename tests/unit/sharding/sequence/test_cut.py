@@ -79,9 +79,11 @@ def compiled(loss, params, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attend", [products, equation])
-def test_all_to_alls_replace_gathers_around_attention(attend):
-    loss, params = attention(8, 8, attend)
+@pytest.mark.parametrize(
+    ("attend", "kv_heads"), [(products, 8), (equation, 8), (equation, 2)]
+)
+def test_all_to_alls_replace_gathers_around_attention(attend, kv_heads):
+    loss, params = attention(8, kv_heads, attend)
     batch = batch_of(64)
     run, arguments = compiled(loss, params, batch)
     kinds = Counter(c.kind for c in collectives_of(run) for _ in range(c.times))
@@ -101,13 +103,16 @@ def test_all_to_alls_replace_gathers_around_attention(attend):
         (8, 4, 8),
         # Six are padded to eight.
         (6, 6, 8),
-        # Fewer heads than devices: keys and values are gathered.
+        # Fewer heads than devices: of products keys and values are gathered.
         (8, 2, 0),
+        (6, 2, 0),
     ],
 )
 @pytest.mark.parametrize("attend", [products, equation])
 def test_heads_are_cut_if_there_are_enough_of_them(heads, kv_heads, found, attend):
     loss, params = attention(heads, kv_heads, attend)
+    if attend is equation and (heads, kv_heads) == (8, 2):
+        found = 8  # Two copies of each.
     cuts = constraints(loss, params, batch_of(WIDTH * heads))
     assert sum(cuts.values()) == found
     assert not found or cuts[1] == 4

@@ -10,12 +10,13 @@ that does not hold examples holds heads; the later product that contracts the sc
 positions makes the result.
 
 Only sharding constraints are added, so numbers do not change but for the order of sums.
-With fewer heads (of keys, where queries are grouped) than devices along `seq`, no
-constraint is added, and XLA gathers keys and values: for 2 heads on 4 devices that
-sends fewer bytes than all-to-alls do.
+With fewer heads of keys than devices along `seq`, those of the equation are copied. If
+copies do not divide evenly, or there are products, no constraint is added, and XLA
+gathers keys and values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -185,9 +186,13 @@ class _Cutter(Emitter):
         """An attention of `zinf_kernels`, with heads cut in place of positions."""
         operands = list(equation.invars)
         positions = self.known(operands[0]).get(Mark.POSITIONS)
-        heads = min(operands[n].aval.shape[2] for n in range(3))
-        if positions != 1 or heads < self.size:
+        copies = self.copies_of_keys(*(x.aval.shape[2] for x in operands[:2]))
+        if positions != 1 or not copies:
             return self.append(equation)
+        for n in (1, 2) if copies > 1 else ():
+            marks, repeat = self.known(operands[n]), partial(_repeated, copies=copies)
+            (operands[n],) = self.apply(repeat, operands[n])
+            self.mark(operands[n], marks)
         for n in range(3):
             operands[n] = self.to_heads(operands[n], {**AROUND, Mark.HEADS: 2})
         (out,) = self.append(equation.replace(invars=operands))
@@ -195,6 +200,16 @@ class _Cutter(Emitter):
         by_positions = self.constrain(self.constrain(out, Mark.HEADS), Mark.POSITIONS)
         self.mark(by_positions, AROUND)
         return [by_positions]
+
+    def copies_of_keys(self, num_heads: int, num_key_heads: int) -> int:
+        """How often each head of keys is copied, so that each device has one; 0: never.
+
+        Queries of one device then read one copy, whose cotangents are summed.
+        """
+        if num_key_heads >= self.size:
+            return 1  # Heads that do not divide evenly are padded by XLA.
+        is_even = self.size % num_key_heads == 0 and num_heads % self.size == 0
+        return self.size // num_key_heads if is_even else 0
 
     def product(self, equation: Equation) -> list[Atom]:
         """A product, with heads cut in place of positions if it is of an attention."""
@@ -328,6 +343,10 @@ class _Cutter(Emitter):
         for v, marked in zip(outvars, marks, strict=True):
             self.mark(v, marked)
         return outvars
+
+
+def _repeated(x_BTKH: jax.Array, copies: int) -> jax.Array:
+    return jnp.repeat(x_BTKH, copies, axis=2)
 
 
 def _moved(marks: Mapping[Mark, int], by: int) -> Marks:
