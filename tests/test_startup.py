@@ -19,7 +19,6 @@ HEAVY = {
     "flax",
     "grain",
     "llvmlite",
-    "matplotlib",
     "nbclient",
     "numba",
     "orbax",

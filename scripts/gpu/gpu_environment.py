@@ -15,7 +15,7 @@ from gpu_rows import GIB, Rows, Setting
 # cannot be imported at all; zinf_kernels needs only numpy and numba.
 IMPORTS = (
     *("pydantic", "yaml", "grain", "orbax.checkpoint", "tensorstore", "xxhash"),
-    *("numba", "flax", "optax", "rich", "tqdm", "tensorboardX", "typer", "matplotlib"),
+    *("numba", "flax", "optax", "rich", "tqdm", "tensorboardX", "typer"),
 )
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "numba", "tensorstore")
 GPU_QUERY = (

@@ -238,14 +238,18 @@ def plot(
     trace: Annotated[Path, typer.Argument(help="What zinf train --trace wrote.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="Picture, PNG unless it ends otherwise; FILE.png if absent."),
+        typer.Option(help="The page; the trace with the ending .html if absent."),
     ] = None,
     step: Annotated[
         int | None, typer.Option(help="The step; the last one of the trace if absent.")
     ] = None,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Draw a step of a trace: a row per link, time across, predicted below measured."""
+    """Draw a step of a trace as an HTML page: a row per link, time across.
+
+    The prediction is below the measurement. Any browser shows the page without a
+    network.
+    """
     from zinf.observe import read_trace
     from zinf.observe.plot import plot as draw
 
@@ -256,9 +260,9 @@ def plot(
             raise ValueError(
                 f"{trace} has no step {number}. It has {', '.join(map(str, steps))}."
             )
-        picture = trace.with_suffix(".png") if output is None else output
-        draw(steps[number], picture)
-        tell(f"Step {number} is drawn in {picture}.")
+        path = trace.with_suffix(".html") if output is None else output
+        draw(steps[number], path)
+        tell(f"Step {number} is drawn in {path}.")
 
 
 @app.command("report")

@@ -6,10 +6,10 @@ from zinf.core.process.lazy import make_lazy
 
 if TYPE_CHECKING:
     from zinf.observe.csv_files import CsvFiles as CsvFiles
-    from zinf.observe.inline import plot_experts as plot_experts
-    from zinf.observe.inline import plot_losses as plot_losses
-    from zinf.observe.inline import plot_timeline as plot_timeline
     from zinf.observe.json_lines import JsonLines as JsonLines
+    from zinf.observe.plot import plot_experts as plot_experts
+    from zinf.observe.plot import plot_losses as plot_losses
+    from zinf.observe.plot import plot_timeline as plot_timeline
     from zinf.observe.progress import Progress as Progress
     from zinf.observe.progress import Silence as Silence
     from zinf.observe.summary import summary as summary
@@ -32,9 +32,9 @@ make_lazy(
         "TensorBoard": "zinf.observe.tensorboard",
         "Totals": "zinf.observe.totals",
         "TraceFile": "zinf.observe.trace",
-        "plot_experts": "zinf.observe.inline",
-        "plot_losses": "zinf.observe.inline",
-        "plot_timeline": "zinf.observe.inline",
+        "plot_experts": "zinf.observe.plot",
+        "plot_losses": "zinf.observe.plot",
+        "plot_timeline": "zinf.observe.plot",
         "read_trace": "zinf.observe.traced",
         "summary": "zinf.observe.summary",
     },

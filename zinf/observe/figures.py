@@ -37,30 +37,20 @@ TIER_COLORS = {Tier.DEVICE: "#1F5A9E", Tier.HOST: "#2E9A1E", Tier.NVME: "#B5480F
 
 def training_figure(metrics: Sequence[Metrics]) -> Figure:
     """Loss and evaluation loss, learning rate and gradient norm, by step."""
-    rows = [("loss", "loss", LINE, 3.0)]
+    rows = [("loss", "loss", 3.0)]
     optional = [("learning rate", "learning_rate"), ("gradient norm", "grad_norm")]
     for title, key in optional:
         if any(m.get(key) is not None for m in metrics):
-            rows.append((title, key, LINE, 1.0))
+            rows.append((title, key, 1.0))
     data, layout = [], _layout(height=170 + 110 * len(rows))
     tops = _panels([weight for *_, weight in rows], gap=0.11)
-    for number, ((title, key, color, _), domain) in enumerate(
+    for number, ((title, key, _), domain) in enumerate(
         zip(rows, tops, strict=True), start=1
     ):
         axis = "" if number == 1 else str(number)
         steps, values = _thinned(metrics, key)
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines" if len(steps) > 1 else "markers",
-                "name": title,
-                "x": steps,
-                "y": values,
-                "yaxis": f"y{axis}",
-                "line": {"color": color, "width": 1.8},
-                "hovertemplate": f"step %{{x}}<br>{title} %{{y:.4~g}}<extra></extra>",
-            }
-        )
+        hover = f"step %{{x}}<br>{title} %{{y:.4~g}}"
+        data.append(_curve(title, steps, values, hover) | {"yaxis": f"y{axis}"})
         layout[f"yaxis{axis}"] = _y_axis() | {"domain": domain}
         if key != "loss":
             # From zero, so that a constant value is not drawn on a scale of its noise.
@@ -94,32 +84,48 @@ def speed_figure(metrics: Sequence[Metrics], predicted: float | None) -> Figure:
     layout["xaxis"] = _x_axis("step")
     layout["yaxis"] = _y_axis() | {"rangemode": "tozero", "tickformat": "~s"}
     layout["annotations"].append(_panel_title("tokens a second", 1.0))
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines" if len(steps) > 1 else "markers",
-            "name": "measured",
-            "x": steps,
-            "y": values,
-            "line": {"color": LINE, "width": 1.8},
-            "hovertemplate": "step %{x}<br>%{y:,.0f} tokens/s<extra></extra>",
-        }
-    ]
+    data = [_curve("measured", steps, values, "step %{x}<br>%{y:,.0f} tokens/s")]
     if predicted is not None:
+        ends, rates = [steps[0], steps[-1]], [predicted, predicted]
+        line = {"color": GREY, "width": 1.4, "dash": "dash"}
+        hover = f"predicted: {predicted:,.0f} tokens/s"
         data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "predicted",
-                "x": [steps[0], steps[-1]],
-                "y": [predicted, predicted],
-                "line": {"color": GREY, "width": 1.4, "dash": "dash"},
-                "hovertemplate": f"predicted: {predicted:,.0f} tokens/s<extra></extra>",
-            }
+            _curve("predicted", ends, rates, hover) | {"mode": "lines", "line": line}
         )
         layout["annotations"][0]["text"] += (
             f" <span style='color:{GREY}'>(dashed: predicted)</span>"
         )
+    return {"data": data, "layout": layout}
+
+
+def experts_figure(layers: Mapping[str, tuple[Sequence[int], Any]]) -> Figure:
+    """Shares of tokens by step as stacked bands, a panel for each title of `layers`.
+
+    Args:
+        layers: the steps of each panel, and the shares (steps, experts).
+    """
+    height = 150 * len(layers)
+    layout = _layout(height=TOP + BOTTOM + height)
+    domains = _panels([1.0] * len(layers), 40 / height)
+    data = []
+    for number, (title, (steps, shares), domain) in enumerate(
+        zip(layers, layers.values(), domains, strict=True), start=1
+    ):
+        axis = "" if number == 1 else str(number)
+        for expert, share in enumerate(shares.T):
+            hover = f"step %{{x}}<br>expert {expert}: %{{y:.1%}}"
+            band = _curve(f"expert {expert}", steps, share.tolist(), hover)
+            # Without a colour of its own, each band gets the next one of plotly's.
+            band |= {
+                "yaxis": f"y{axis}",
+                "stackgroup": str(number),
+                "line": {"width": 0},
+            }
+            data.append(band)
+        layout[f"yaxis{axis}"] = _y_axis() | {"domain": domain, "range": [0, 1]}
+        layout["annotations"].append(_panel_title(title, domain[1]))
+    anchor = f"y{len(layers)}" if len(layers) > 1 else "y"
+    layout["xaxis"] = _x_axis("step") | {"anchor": anchor}
     return {"data": data, "layout": layout}
 
 
@@ -193,19 +199,8 @@ def timeline_figure(step: TracedStep) -> Figure:
                 | _AT_RIGHT
             )
         for row in range(1, len(lanes)):
-            layout["shapes"].append(
-                {
-                    "type": "line",
-                    "xref": "paper",
-                    "yref": f"y{axis}",
-                    "x0": 0,
-                    "x1": 1,
-                    "y0": row - 0.5,
-                    "y1": row - 0.5,
-                    "line": {"color": RULE, "width": 1},
-                    "layer": "below",
-                }
-            )
+            rule = _rule(axis, row - 0.5, {"color": RULE, "width": 1})
+            layout["shapes"].append(rule | {"layer": "below"})
     return {"data": data, "layout": layout}
 
 
@@ -250,18 +245,8 @@ def held_figure(step: TracedStep, budgets: Mapping[Tier, int]) -> Figure:
         if max(held) >= NEAR * budgets[tier]:
             title += f" <span style='color:{ACCENT}'>&#9476; budget</span>"
             layout[f"yaxis{axis}"]["range"] = [0, 1.08 * budgets[tier] / divisor]
-            layout["shapes"].append(
-                {
-                    "type": "line",
-                    "xref": "paper",
-                    "yref": f"y{axis}",
-                    "x0": 0,
-                    "x1": 1,
-                    "y0": budgets[tier] / divisor,
-                    "y1": budgets[tier] / divisor,
-                    "line": {"color": ACCENT, "width": 1.6, "dash": "dash"},
-                }
-            )
+            line = {"color": ACCENT, "width": 1.6, "dash": "dash"}
+            layout["shapes"].append(_rule(axis, budgets[tier] / divisor, line))
         layout["annotations"].append(_panel_title(title, domain[1]))
     layout["xaxis"] = _x_axis(f"{unit} since the step began") | {
         "anchor": f"y{len(tiers)}" if tiers[1:] else "y",
@@ -286,6 +271,27 @@ def held_curve(
             held.append(held[-1])
         held[-1] += change
     return [*times, max(span.end for span in spans)], [*held, held[-1]]
+
+
+def _curve(
+    name: str, steps: Sequence[Any], values: Sequence[Any], hover: str
+) -> Figure:
+    """A curve over steps, or a point if there is one step."""
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(steps) > 1 else "markers",
+        "name": name,
+        "x": steps,
+        "y": values,
+        "line": {"color": LINE, "width": 1.8},
+        "hovertemplate": f"{hover}<extra></extra>",
+    }
+
+
+def _rule(axis: str, y: float, line: Mapping[str, Any]) -> Figure:
+    """A horizontal line across the panel of this y axis."""
+    place = {"xref": "paper", "yref": f"y{axis}", "x0": 0, "x1": 1, "y0": y, "y1": y}
+    return {"type": "line", **place, "line": line}
 
 
 def _bars(
@@ -313,7 +319,7 @@ def _bars(
         },
         "hovertext": [hovers[span.instruction] for span in spans],
         "hovertemplate": "%{hovertext}<extra></extra>",
-        "showlegend": False,
+        "legendgroup": kind,
     }
 
 

@@ -1,103 +1,144 @@
-"""A step as a picture: a row per link, time across, predicted below measured."""
+"""Steps, losses and experts as plotly figures, which notebooks show."""
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from io import BytesIO
-from math import ceil
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+import numpy as np
+import plotly.graph_objects as go
 
-from zinf.core.plan import Link, show_seconds
-from zinf.observe.colors import colors
-from zinf.observe.traced import Span, TracedStep
+from zinf.core.plan import Plan, show_seconds
+from zinf.core.step.run.run import StepRecord
+from zinf.core.text.json_text import from_json
+from zinf.observe.figures import experts_figure, timeline_figure, training_figure
+from zinf.observe.page import write_page
+from zinf.observe.traced import Span, TracedStep, measured_step, predicted_step
+from zinf.observe.writer import Metrics, lists, numbers
 
-ROWS = [str(link) for link in Link if not link.only_frees]
-
-# Sizes in inches. The height of a row does not depend on the number of rows.
-WIDTH, ROW, BAR = 13.0, 0.36, 0.78
-LEFT, RIGHT, TOP, BETWEEN, BOTTOM = 1.15, 0.75, 0.95, 0.75, 0.8
-# The legend: number of kinds in one row, and the height of a row in inches.
-LEGEND_KINDS, LEGEND_ROW = 8, 0.23
-GREY = "#777777"
+EXPERTS = re.compile("aux/experts/.*/tokens")
+# Heights in pixels that a figure gets for its title, and for the legend below its axis.
+TITLE, LEGEND = 30, 50
 
 
 def plot(step: TracedStep, output: Path | str) -> None:
-    """Draws a step to a file; the file's suffix is the format (PNG, SVG, PDF).
+    """Draws a step as an HTML page that needs no network; replaces a file of that name.
 
     Raises:
-        OSError: the file cannot be written.
-        ValueError: matplotlib does not know the format.
+        OSError: the page cannot be written; the earlier file is unchanged.
+        ValueError: the name of the file does not end as that of an HTML page.
     """
-    picture(step).savefig(output)
+    output = Path(output)
+    if output.suffix not in (".html", ".htm"):
+        raise ValueError(
+            f"A step is drawn as an HTML page, and {output.name} is the name of "
+            "another format. Choose a name that ends in .html; the page has a button "
+            "that saves a PNG."
+        )
+    write_page(plot_timeline(step).to_html(), output)
 
 
-class Picture(Figure):
-    """A matplotlib figure that needs no display and that notebooks show."""
+def plot_timeline(step: StepRecord | Plan | TracedStep) -> go.Figure:
+    """One step: a row per link, time across, the prediction below the measurement.
 
-    def _repr_png_(self) -> bytes:
-        drawn = BytesIO()
-        self.savefig(drawn, format="png", dpi=100)
-        return drawn.getvalue()
+    A notebook shows the figure if it is the last expression of a cell. Elsewhere, call
+    its `write_html` or `show`.
 
+    Args:
+        step: `engine.last_step`; `engine.plan` for the prediction alone; or a step that
+            `read_trace` returned.
 
-def picture(step: TracedStep) -> Picture:
-    """The step as a figure: the prediction below the measurement, if the step ran.
-
-    White is idle time. The busiest link binds. Frees take no time and are not drawn.
+    Raises:
+        ValueError: the engine has not completed a step yet, or the last one failed.
     """
-    panels = {"measured": step.measured, "predicted": step.predicted}
-    panels = {name: spans for name, spans in panels.items() if spans}
-    spans = (*step.measured, *step.predicted)
-    used = {span.link for span in spans}
-    links = [link for link in ROWS if link in used]
-    shades = colors(span.kind for span in spans if span.link in links)
-    panel = len(links) * ROW
-    bottom = BOTTOM + ceil(len(shades) / LEGEND_KINDS) * LEGEND_ROW
-    height = TOP + len(panels) * panel + (len(panels) - 1) * BETWEEN + bottom
-    figure = Picture(figsize=(WIDTH, height), dpi=150, facecolor="white")
-    rows = figure.subplots(
-        len(panels),
-        sharex=True,
-        squeeze=False,
-        gridspec_kw={
-            "left": LEFT / WIDTH,
-            "right": 1 - RIGHT / WIDTH,
-            "top": 1 - TOP / height,
-            "bottom": bottom / height,
-            "hspace": BETWEEN / panel,
-        },
-    )[:, 0]
-    seconds = max(span.end for span in spans)
-    scale, unit = (1e3, "ms") if seconds < 1 else (1.0, "s")
-    for axes, (name, drawn) in zip(rows, panels.items(), strict=True):
-        _draw(axes, name, drawn, links, scale)
-    rows[-1].set_xlim(0, seconds * scale)
-    rows[-1].set_xlabel(f"time since the step began ({unit})")
-    figure.text(
-        LEFT / WIDTH,
-        1 - 0.3 / height,
-        _title(step),
-        fontsize=13,
-        fontweight="bold",
-        verticalalignment="center",
-    )
-    figure.legend(
-        handles=[Patch(color=c, label=kind) for kind, c in shades.items()],
-        loc="lower center",
-        ncols=LEGEND_KINDS,
-        frameon=False,
-        fontsize=9,
-        handlelength=1.0,
-        columnspacing=1.4,
-    )
-    return figure
+    if isinstance(step, Plan):
+        step = predicted_step(step)
+    elif isinstance(step, StepRecord):
+        if step.plan is None or step.timeline is None:
+            raise ValueError(
+                "There is no complete step to draw. Take a step first, or draw what is "
+                "planned: plot_timeline(engine.plan)."
+            )
+        step = measured_step(step.plan, step.timeline)
+    figure = timeline_figure(step)
+    data, layout = figure["data"], figure["layout"]
+    first = {bars["name"]: number for number, bars in reversed([*enumerate(data)])}
+    for number, bars in enumerate(data):
+        bars["showlegend"] = first[bars["name"]] == number
+    layout["title"] = {"text": f"<b>{_title(step)}</b>", "font": {"size": 16}}
+    layout["legend"] = {"orientation": "h", "yref": "container", "y": 0.01}
+    layout["showlegend"] = True
+    layout["height"] += TITLE + LEGEND
+    layout["margin"]["t"] += TITLE
+    layout["margin"]["b"] += LEGEND
+    return go.Figure(figure)
+
+
+def plot_experts(history: Sequence[Metrics] | Path | str) -> go.Figure:
+    """The share of tokens of each expert by step, a panel for each layer.
+
+    Equal bands are an even use of experts. The title has the share of dropped routes in
+    the last step.
+
+    Args:
+        history: as for `plot_losses`, of a model whose loss returns
+            `{"experts": {layer: zinf.moe.Mixed.usage}}` as auxiliary output, as that of
+            `zinf train` does.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: `history` has no step, or none with experts.
+    """
+    # Lines of a file have the names and lists already.
+    is_flat = isinstance(history, Path | str)
+    used: list[dict[str, Any]] = [
+        dict(m) if is_flat else {**numbers(m), **lists(m)} for m in _steps(history)
+    ]
+    keys = [key for key in used[-1] if EXPERTS.fullmatch(key)]
+    if not keys:
+        raise ValueError(
+            "The metrics say nothing about experts. Return {'experts': {layer: "
+            "mixed.usage}} from the loss as auxiliary output, with has_aux=True."
+        )
+    layers = {}
+    for key in keys:
+        present = [m for m in used if key in m]
+        # Of several microbatches there are rows of counts.
+        tokens = np.stack([np.atleast_2d(m[key]).sum(0) for m in present])
+        layer = key.removeprefix("aux/experts/").removesuffix("/tokens")
+        dropped = np.mean(present[-1][key.replace("/tokens", "/dropped")])
+        shares = tokens / tokens.sum(1, keepdims=True)
+        layers[f"{layer}: {dropped:.1%} dropped"] = [m["step"] for m in present], shares
+    return go.Figure(experts_figure(layers))
+
+
+def plot_losses(history: Sequence[Metrics] | Path | str) -> go.Figure:
+    """The loss of each step as a curve, with evaluations as points.
+
+    Learning rate and gradient norm are below it if they are known.
+
+    Args:
+        history: the metrics that `engine.step` returned for each step; or the path of
+            the metrics file that a `Trainer` or `zinf train` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: `history` has no step.
+    """
+    return go.Figure(training_figure(_steps(history)))
+
+
+def _steps(history: Sequence[Metrics] | Path | str) -> Sequence[Metrics]:
+    if isinstance(history, Path | str):
+        lines = Path(history).read_text("utf-8").splitlines()
+        history = [from_json(line) for line in lines]
+    if not history:
+        raise ValueError("There is no step to draw. Take a step first.")
+    return history
 
 
 def _title(step: TracedStep) -> str:
+    """The number of the step, its seconds, and how far they are from the prediction."""
     name = f"Step {step.number}" if step.number else "A step"
     predicted = _seconds(step.predicted)
     if not step.measured:
@@ -109,62 +150,5 @@ def _title(step: TracedStep) -> str:
     return f"{name}: {parts} ({abs(error):.0%} {side})"
 
 
-def _draw(
-    axes: Axes, name: str, spans: Sequence[Span], links: Sequence[str], scale: float
-) -> None:
-    seconds, busy = _seconds(spans), _busy(spans, links)
-    binding = max(busy, key=lambda link: busy[link])
-    text = f"{name}: {show_seconds(seconds)}, {binding} binds"
-    axes.set_title(text, loc="left", fontsize=11)
-    bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for span in spans:
-        width = (span.end - span.start) * scale
-        bars[span.link, span.kind].append((span.start * scale, width))
-    for row, link in enumerate(links):
-        for kind, color in colors(k for x, k in bars if x == link).items():
-            place = row - BAR / 2, BAR
-            axes.broken_barh(bars[link, kind], place, facecolor=color, linewidth=0)
-        axes.text(
-            1.012,
-            row,
-            f"{busy[link] / seconds:.0%}",
-            transform=axes.get_yaxis_transform(),
-            verticalalignment="center",
-            fontweight="bold" if link == binding else "normal",
-        )
-    axes.annotate(
-        "busy",
-        (1.012, 1.0),
-        xycoords="axes fraction",
-        xytext=(0, 6),
-        textcoords="offset points",
-        color=GREY,
-    )
-    axes.axvline(seconds * scale, color=GREY, linewidth=0.8, linestyle="--")
-    _style(axes, links, binding)
-
-
-def _style(axes: Axes, links: Sequence[str], binding: str) -> None:
-    axes.set_ylim(len(links) - 0.5, -0.5)
-    axes.set_yticks(range(len(links)), links)
-    axes.yaxis.set_tick_params(length=0)
-    for label in axes.get_yticklabels():
-        label.set_fontweight("bold" if label.get_text() == binding else "normal")
-    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_tick_params(labelbottom=True, color=GREY)
-    for row in range(1, len(links)):
-        axes.axhline(row - 0.5, color="#E5E5E5", linewidth=0.6, zorder=0)
-    for side in axes.spines.values():
-        side.set_color("#BBBBBB")
-
-
 def _seconds(spans: Sequence[Span]) -> float:
     return max(span.end for span in spans)
-
-
-def _busy(spans: Sequence[Span], links: Sequence[str]) -> Mapping[str, float]:
-    busy = dict.fromkeys(links, 0.0)
-    for span in spans:
-        if span.link in busy:
-            busy[span.link] += span.end - span.start
-    return busy

@@ -4,7 +4,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 
 from zinf.core.plan import Pass
 from zinf.observe.colors import COLORS, COMPUTING, MOVING, colors
@@ -40,7 +39,7 @@ LEAST_DISTANCE = 20.0
 
 def seen(color: str, vision: np.ndarray) -> np.ndarray:
     """The colour in CIELAB, as somebody with this vision sees it."""
-    rgb = np.asarray(to_rgb(color))
+    rgb = np.frombuffer(bytes.fromhex(color.removeprefix("#")), np.uint8) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     ratio = XYZ @ np.clip(vision @ linear, 0, 1) / WHITE
     x, y, z = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)

@@ -19,6 +19,7 @@ from zinf.observe import (
     plot_losses,
     plot_timeline,
 )
+from zinf.observe.plot import plot
 
 CONFIG = {
     "execution": "streamed",
@@ -120,28 +121,40 @@ def test_a_timeline_is_drawn_of_a_step_a_plan_and_a_trace(engine, history):
     assert history
     ran = plot_timeline(engine.last_step)
     planned, traced = plot_timeline(engine.plan), plot_timeline(step_of())
-    assert [len(figure.axes) for figure in (ran, planned, traced)] == [2, 1, 2]
-    (title,) = (text.get_text() for text in ran.texts)
-    assert re.match(r"A step: .* measured, .* predicted", title)
-    assert ran._repr_png_().startswith(b"\x89PNG")
+    panels = [{bars.yaxis for bars in x.data} for x in (ran, planned, traced)]
+    assert panels == [{"y", "y2"}, {"y"}, {"y", "y2"}]
+    assert re.search(r"A step: .* measured, .* predicted", ran.layout.title.text)
+    # The legend has each kind once.
+    kinds = [bars.name for bars in ran.data if bars.showlegend]
+    assert sorted(kinds) == sorted({bars.name for bars in ran.data})
     fresh = new_engine()
     with pytest.raises(ValueError, match="Take a step first"):
         plot_timeline(fresh.last_step)
     fresh.close()
 
 
+def test_a_step_is_drawn_in_one_page_and_other_formats_are_named(tmp_path):
+    step = step_of(1.25)
+    plot(step, tmp_path / "step.html")
+    html = (tmp_path / "step.html").read_text()
+    assert "A step: 15.7 ms measured, 12.5 ms predicted (20% less)" in html
+    assert not re.search(r"""<(script|link|img)[^>]* (src|href)=""", html)
+    with pytest.raises(ValueError, match="another format"):
+        plot(step, tmp_path / "step.png")
+
+
 def test_losses_are_drawn_of_metrics_and_of_their_file(history, tmp_path):
-    (axes,) = plot_losses(history).axes
-    (curve,) = axes.lines
-    assert list(curve.get_xdata()) == [1, 2, 3]
-    assert list(curve.get_ydata()) == [metrics["loss"] for metrics in history]
+    curve = plot_losses(history).data[0]
+    assert curve.x == (1, 2, 3)
+    losses = [metrics["loss"] for metrics in history]
+    np.testing.assert_allclose(curve.y, losses, rtol=1e-5)
     writer = JsonLines(tmp_path / "metrics.jsonl")
     for step in range(1, 5):
         writer.write(metrics_of(step, evaluation_loss=None if step % 2 else 0.5))
     writer.close()
-    curve, evaluations = plot_losses(tmp_path / "metrics.jsonl").axes[0].lines
-    assert list(curve.get_xydata().ravel()) == [1, 4, 2, 3, 3, 2, 4, 1]
-    assert list(evaluations.get_xydata().ravel()) == [2, 0.5, 4, 0.5]
+    curve, *_, evaluations = plot_losses(tmp_path / "metrics.jsonl").data
+    assert (curve.x, curve.y) == ((1, 2, 3, 4), (4, 3, 2, 1))
+    assert (evaluations.x, evaluations.y) == ((2, 4), (0.5, 0.5))
     with pytest.raises(ValueError, match="no step to draw"):
         plot_losses([])
 
@@ -161,12 +174,13 @@ def test_the_use_of_experts_is_drawn_of_metrics_and_of_their_file(tmp_path):
             writer.write(metrics)
         writer.close()
         for given in (history, path):
-            (axes,) = plot_experts(given).axes
-            assert len(axes.collections) == 3
-            first = axes.collections[0].get_paths()[0].vertices
-            tops = {x: max(y for a, y in first if a == x) for x in (1, 2)}
-            np.testing.assert_allclose([tops[1], tops[2]], shares)
+            figure = plot_experts(given)
+            assert [band.stackgroup for band in figure.data] == ["1"] * 3
+            assert figure.data[0].x == (1, 2)
+            np.testing.assert_allclose(figure.data[0].y, shares)
+            np.testing.assert_allclose(sum(np.array(b.y) for b in figure.data), 1)
             dropped = 0.5 if history is alone else 0.25
-            assert axes.get_title(loc="left") == f"blocks/1: {dropped:.1%} dropped"
+            (title,) = (text.text for text in figure.layout.annotations)
+            assert title == f"blocks/1: {dropped:.1%} dropped"
     with pytest.raises(ValueError, match="say nothing about experts"):
         plot_experts([{"step": 1, "loss": 0.5}])
