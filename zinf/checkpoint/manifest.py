@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.place import Place
 from zinf.core.memory.nvme.system import sync, sync_folder
+from zinf.core.process.installed import installed_version
 from zinf.core.program import ArrayId, ArraySpec
 
 FILE = "manifest.json"
@@ -64,7 +64,7 @@ class Manifest:
             "about": "A checkpoint of zinf: one zarr v3 array per entry of arrays, in "
             "role/path. Checksums are XXH3 (64 bits) of whole files.",
             "format_version": FORMAT_VERSION,
-            "zinf_version": _zinf_version(),
+            "zinf_version": installed_version("zinf"),
             "arrays": [_entry(*item) for item in self.arrays.items()],
             "scalars": self.scalars,
             "data": self.data,
@@ -171,10 +171,3 @@ def _entry(array: ArrayId, stored: StoredArray) -> dict[str, Any]:
 
 def shown(spec: ArraySpec | None) -> str:
     return "absent" if spec is None else f"{spec.dtype}{list(spec.shape)}"
-
-
-def _zinf_version() -> str:
-    try:
-        return version("zinf")
-    except PackageNotFoundError:
-        return "not installed"

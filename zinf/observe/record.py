@@ -7,7 +7,6 @@ with the metrics and the trace of the first steps, by default in the same folder
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from zinf.core.config import Config, notices
 from zinf.core.config.section import dotted
 from zinf.core.plan import Plan
+from zinf.core.process.installed import installed_version
 from zinf.core.program import Tier
 from zinf.core.text.complaint import naming
 
@@ -208,13 +208,8 @@ def _resolved(config: Config, plan: Plan, devices: str) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed as a package"
-    return found
+    packages = {package: installed_version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), **packages}
 
 
 def _machine() -> dict[str, str]:

@@ -8,7 +8,7 @@ from html import escape
 from zinf.core.plan.cost import Timeline
 from zinf.core.plan.instruction import Instruction, Link, OffloadedStep
 from zinf.core.program import Program, Tier
-from zinf.core.text.tables import html_table
+from zinf.core.text.tables import aligned, html_table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -38,7 +38,7 @@ class Summary:
     why: str = ""
 
     def __str__(self) -> str:
-        tiers, links = _aligned(self.tiers, left=(0,)), _aligned(self.links, (0, 3))
+        tiers, links = aligned(self.tiers, left=(0,)), aligned(self.links, (0, 3))
         said = [self.sentence, *([self.why] if self.why else [])]
         return "\n".join([*said, "", *tiers, "", *links])
 
@@ -104,7 +104,7 @@ def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -
                 f"{timeline.end[number] * 1e3:.1f}",
             )
         )
-    return "\n".join(_aligned(rows, left=(1, 2)))
+    return "\n".join(aligned(rows, left=(1, 2)))
 
 
 def show_tilings(program: Program) -> str:
@@ -133,19 +133,8 @@ def show_tilings(program: Program) -> str:
     for (_, count), names in alike.items():
         more = f" and {len(names) - 1} more" if names[1:] else ""
         blocks.append((names[0] + more, f"{count} blocks of rows or more"))
-    shown = ["tiled:", *_aligned(tiles, left=(0, 2, 3, 4))] if tiles else []
+    shown = ["tiled:", *aligned(tiles, left=(0, 2, 3, 4))] if tiles else []
     if blocks:
         shown += ["run in blocks, as intermediate values are too large:"]
-        shown += _aligned(blocks, left=(0, 1))
+        shown += aligned(blocks, left=(0, 1))
     return "\n".join(shown)
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -1,8 +1,20 @@
-"""HTML tables, for notebooks and for the pages of `zinf report`."""
+"""Tables as lines of text, and in HTML for notebooks and the pages of `zinf report`."""
 
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """The rows as lines, with the columns of these indices aligned left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def html_table(

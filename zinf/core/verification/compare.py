@@ -25,6 +25,7 @@ NUM_PERTURBED = 3
 FACTOR = 4
 ULPS = 16
 HALF_SHARE = 8
+EPS = float(np.finfo(np.float32).eps)
 # If the bound exceeds this share of the largest number, agreement shows little.
 NOISE_SHARE = 0.1
 REASON = (
@@ -63,6 +64,11 @@ class Check:
         """
         return self.bound > NOISE_SHARE * self.largest > 0
 
+    @property
+    def share(self) -> float:
+        """The difference over its bound."""
+        return self.difference / (self.bound or 1e-300)
+
 
 def check_arrays(
     found: np.ndarray,
@@ -82,12 +88,10 @@ def check_arrays(
             computed in.
     """
     if not jnp.issubdtype(plain.dtype, jnp.floating):
-        is_equal = np.array_equal(found, plain)
-        return Check(0.0, 0.0 if is_equal else float("inf"), 0.0)
-    largest = _largest(plain)
+        return Check(0.0, 0.0 if np.array_equal(found, plain) else np.inf, 0.0)
+    largest = float(np.max(np.abs(np.asarray(plain, np.float64)), initial=0.0))
     change = max((_distance(x, plain) for x in perturbed), default=0.0)
-    if unit > float(np.finfo(np.float32).eps):
-        unit /= HALF_SHARE
+    unit /= HALF_SHARE if unit > EPS else 1
     bound = FACTOR * change + ULPS * unit * largest
     return Check(largest, _distance(found, plain), bound)
 
@@ -101,25 +105,18 @@ def check_losses(
 
     The bounds never fall: a change in one step persists in the steps after it.
     """
-    checks = []
-    change = 0.0
+    checks, change = [], 0.0
     for number, (one, other) in enumerate(zip(found, plain, strict=True)):
         change = max([change, *(abs(x[number] - other) for x in perturbed)])
-        bound = FACTOR * change + ULPS * float(np.finfo(np.float32).eps) * abs(other)
+        bound = FACTOR * change + ULPS * EPS * abs(other)
         checks.append(Check(abs(other), abs(one - other), bound))
     return checks
 
 
-def _largest(array: np.ndarray) -> float:
-    return float(np.max(np.abs(np.asarray(array, np.float64)), initial=0.0))
-
-
 def _distance(one: np.ndarray, other: np.ndarray) -> float:
     """The largest difference of two entries; infinite if only one of them is NaN."""
-    wide = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    is_same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
-        differences = np.abs(wide[0] - wide[1])
-    same = (wide[0] == wide[1]) | (np.isnan(wide[0]) & np.isnan(wide[1]))
-    differences = np.where(same, 0.0, differences)
-    largest = float(np.max(differences, initial=0.0))
+        largest = float(np.max(np.where(is_same, 0.0, np.abs(a - b)), initial=0.0))
     return float("inf") if np.isnan(largest) else largest

@@ -5,7 +5,7 @@ microbatch on copies of the parameters in the compute dtype, the mean of the gra
 in float32, clipping, and the optax update of the parameters.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,6 @@ from zinf.core.problem.weighted import Weighted
 # DeepSpeed and torch add this to the norm before they divide by it.
 TORCH_EPSILON = 1e-6
 GRADIENT_BYTES = 4  # per number of a gradient, in float32
-KEY_BYTES = 16  # the largest size of a random key
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,6 @@ class Microbatches:
     batches: Sequence[Any]
     keys: Sequence[Any]
     loss_scale: float = 1.0
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Changes numbers by one unit in their last place, up or down at random.
-
-    Attributes:
-        unit: the unit in the last place of 1 in the coarsest dtype of the loss.
-    """
-
-    random: jax.Array
-    unit: float
-
-    def of_step(self, number: int) -> "Noise":
-        return replace(self, random=jax.random.fold_in(self.random, number))
-
-    def key(self, number: int) -> jax.Array:
-        return jax.random.fold_in(self.random, number)
 
 
 @dataclass(frozen=True)
@@ -98,58 +79,56 @@ class PlainTraining:
         params: Sequence[Any],
         state: Any,
         steps: Sequence[Microbatches],
-        derivative: jax.stages.Compiled,
+        derivative: Callable,
         *,
         gradient_scale: float = 1.0,
-        noise: Noise | None = None,
+        noise: tuple[jax.Array, float] | None = None,
     ) -> PlainRun:
         """Train for a few steps.
 
         Args:
             params: the leaves of the parameters, as masters.
             state: the model state; None if there is none.
-            derivative: the result of `compile`.
+            derivative: from `compile`.
             gradient_scale: the loss scale for the `gradients` of the result; each step
                 has its own loss scale.
-            noise: changes every number that a step reads from a parameter.
+            noise: a random key, and a relative change of every number that a step reads
+                from a parameter; masters change by one unit in their last place.
         """
         kept = [jnp.asarray(x) for x in params]
         optimizer = self.tx.init(self.for_optax(kept))
         losses, first = [], []
+
+        def nudged(leaves: list[Any], number: int, is_master: bool) -> list[Any]:
+            if noise is None:
+                return leaves
+            key = jax.random.fold_in(jax.random.fold_in(noise[0], number), is_master)
+            return self.nudge(leaves, key, 0.0 if is_master else noise[1])
+
         for number, step in enumerate(steps):
-            at = None if noise is None else noise.of_step(number)
+            copies = nudged(self.copies(kept), number, False)
             if not number:
                 once = replace(step, loss_scale=gradient_scale)
-                grads = self.gradients(kept, state, once, derivative, at)[1]
-                first = [np.asarray(g) for g in grads]
-            loss, grads, new_state = self.gradients(kept, state, step, derivative, at)
+                first = self.gradients(copies, state, once, derivative)[1]
+                first = list(map(np.asarray, first))
+            loss, grads, new_state = self.gradients(copies, state, step, derivative)
             losses.append(float(loss))
             new = self.update(kept, optimizer, grads, loss)
             if bool(new[-1]):  # is finite; fp16 skips a step that overflows
                 kept, optimizer, state = *new[:-1], new_state
-            if at is not None:
-                kept = self.nudge(kept, at.key(1), 0.0)
-        names = [path for path, spec in self.specs.items() if spec.is_trainable]
+            kept = nudged(kept, number, True)
         leaves = dict(zip(self.specs, kept, strict=True))
         leaves |= {STATE_PREFIX + p: x for p, x in named_leaves(state).items()}
         return PlainRun(
             losses,
-            dict(zip(names, first, strict=True)),
+            dict(zip(self.trained(self.specs), first, strict=True)),
             {path: np.asarray(to_words(leaf)) for path, leaf in leaves.items()},
         )
 
     def gradients(
-        self,
-        kept: Any,
-        state: Any,
-        step: Microbatches,
-        derivative: jax.stages.Compiled,
-        noise: Noise | None,
+        self, copies: Any, state: Any, step: Microbatches, derivative: Callable
     ) -> tuple[Any, list[Any], Any]:
         """The loss and the gradients of a batch, and the model state after it."""
-        copies = self.copies(kept)
-        if noise is not None:
-            copies = self.nudge(copies, noise.key(0), noise.unit)
         inputs = list(zip(step.batches, step.keys, strict=True))
         scale = np.float32(step.loss_scale)
         seed, divisor = scale, np.float32(1)
@@ -159,45 +138,43 @@ class PlainTraining:
             each = [derivative(copies, state, *given, scale)[0] for given in inputs]
             divisor = _summed(each).weight
             seed = scale / divisor
-        losses, states, total = [], [], None
-        for given in inputs:
-            loss, grads, new = derivative(copies, state, *given, seed)
-            total = grads if total is None else jax.tree.map(jnp.add, total, grads)
-            losses.append(loss)
-            states.append(new)
-        summed = _summed(losses)
-        mean = jax.tree.map(lambda x: x / (summed.weight / divisor * scale), total)
-        if self.has_state and len(states) > 1:
-            paths = [STATE_PREFIX + path for path in named_leaves(state)]
-            return (
-                summed.mean,
-                mean,
-                combined_tree(state, states, self.state_rules, paths),
-            )
-        return summed.mean, mean, states[0]
+        each = [derivative(copies, state, *given, seed) for given in inputs]
+        losses, grads, states = map(list, zip(*each, strict=True))
+        loss = _summed(losses)
+        factor = loss.weight / divisor * scale
+        mean = jax.tree.map(lambda x: x / factor, _summed(grads))
+        if not self.has_state or len(states) == 1:
+            return loss.mean, mean, states[0]
+        paths = [STATE_PREFIX + path for path in named_leaves(state)]
+        return loss.mean, mean, combined_tree(state, states, self.state_rules, paths)
+
+    def trained(self, leaves: Iterable[Any]) -> list[Any]:
+        """Those of the leaves that are trained."""
+        pairs = zip(leaves, self.specs.values(), strict=True)
+        return [x for x, spec in pairs if spec.is_trainable]
+
+    def merged(self, trained: Iterable[Any], leaves: Iterable[Any]) -> list[Any]:
+        """The leaves, with `trained` in place of those that are."""
+        values, pairs = iter(trained), zip(leaves, self.specs.values(), strict=True)
+        return [next(values) if spec.is_trainable else x for x, spec in pairs]
 
     @cached_property
     def copies(self) -> Callable:
         """Casts the parameters to the dtypes in which the loss reads them."""
-        dtypes = [spec.compute.dtype for spec in self.specs.values()]
+        dtypes = self.trained(spec.compute.dtype for spec in self.specs.values())
 
         def cast(kept: Sequence[Any]) -> list[Any]:
-            return [
-                x.astype(dtype) if spec.is_trainable else x
-                for x, dtype, spec in zip(
-                    kept, dtypes, self.specs.values(), strict=True
-                )
-            ]
+            pairs = zip(self.trained(kept), dtypes, strict=True)
+            return self.merged([x.astype(dtype) for x, dtype in pairs], kept)
 
         return jax.jit(cast)
 
     @cached_property
     def nudge(self) -> Callable:
-        """`(leaves, key, unit) -> leaves`, with each trained number changed by one ulp.
+        """`(leaves, key, unit) -> leaves`: each trained number one ulp up or down.
 
         The ulp is that of the leaf's dtype, or `unit` (for the number 1) if larger.
         """
-        trained = [spec.is_trainable for spec in self.specs.values()]
 
         def change(leaf: Any, key: Any, unit: Any) -> Any:
             up = jax.random.bernoulli(key, shape=leaf.shape)
@@ -207,21 +184,28 @@ class PlainTraining:
             return changed.astype(leaf.dtype)
 
         def nudge(leaves: Sequence[Any], key: Any, unit: Any) -> list[Any]:
-            keys = jax.random.split(key, len(leaves))
-            return [
-                change(x, keys[i], unit) if trained[i] else x
-                for i, x in enumerate(leaves)
-            ]
+            keys = list(jax.random.split(key, len(leaves)))
+            pairs = zip(self.trained(leaves), self.trained(keys), strict=True)
+            return self.merged([change(x, k, unit) for x, k in pairs], leaves)
 
         return jax.jit(nudge)
 
-    def unit(self, state: Any, step: Microbatches) -> float:
-        """The unit in the last place of 1 in the coarsest dtype of the loss."""
-        copies = [spec.compute for spec in self.specs.values()]
-        batch, key = step.batches[0], step.keys[0]
-        arguments = _as_given(copies, self.specs), state, batch, key, np.float32(1)
-        found = _floats_in(jax.make_jaxpr(self.differentiate)(*arguments))
-        return max(float(jnp.finfo(dtype).eps) for dtype in found)
+    def compile(self, state: Any, step: Microbatches) -> tuple[Callable, float, int]:
+        """The compiled derivative of the loss on one microbatch, for `run`.
+
+        Returns:
+            the derivative; the unit in the last place of 1 in the coarsest dtype that
+            it computes in; the bytes of its intermediate values.
+        """
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        copies = self._given(spec.compute for spec in self.specs.values())
+        traced = self.differentiate.trace(
+            copies, state, step.batches[0], step.keys[0], scale
+        )
+        compiled = traced.lower().compile()
+        memory = compiled.memory_analysis()
+        unit = max(float(jnp.finfo(dtype).eps) for dtype in _floats(traced.jaxpr))
+        return compiled, unit, memory.temp_size_in_bytes if memory else 0
 
     @cached_property
     def differentiate(self) -> jax.stages.Wrapped:
@@ -230,15 +214,9 @@ class PlainTraining:
         The loss is a `Weighted`; the weight of a mean is 1. Gradients are those of the
         total.
         """
-        trained = [spec.is_trainable for spec in self.specs.values()]
 
         def scaled(chosen: Any, copies: Any, state: Any, batch: Any, key: Any, scale):
-            values = iter(chosen)
-            leaves = [
-                next(values) if is_trained else x
-                for is_trained, x in zip(trained, copies, strict=True)
-            ]
-            trees = [jax.tree.unflatten(self.structure, leaves)]
+            trees = [jax.tree.unflatten(self.structure, self.merged(chosen, copies))]
             trees += [state] if self.has_state else []
             result = self.loss_fn(*trees, batch, *([] if key is None else [key]))
             new = None
@@ -253,12 +231,9 @@ class PlainTraining:
                 loss = Weighted(loss.mean, jnp.float32(1))
             return loss.total * scale.astype(loss.total.dtype), (loss, new)
 
-        def differentiate(copies: Any, state: Any, batch: Any, key: Any, scale: Any):
-            chosen = [x for x, t in zip(copies, trained, strict=True) if t]
+        def differentiate(copies: Any, *rest: Any):
             derivative = jax.value_and_grad(scaled, has_aux=True)
-            (_, (loss, new)), grads = derivative(
-                chosen, copies, state, batch, key, scale
-            )
+            (_, (loss, new)), grads = derivative(self.trained(copies), copies, *rest)
             loss = jax.tree.map(lambda x: x.astype(jnp.float32), loss)
             return loss, list(map(_widened, grads)), new
 
@@ -270,7 +245,6 @@ class PlainTraining:
 
         `is_finite` says whether the gradient norm is finite.
         """
-        trained = [spec.is_trainable for spec in self.specs.values()]
         tx = optax.with_extra_args_support(self.tx)
 
         def update(kept: Any, optimizer: Any, grads: Any, loss: Any) -> Any:
@@ -278,77 +252,49 @@ class PlainTraining:
             if self.clip_bound is not None:
                 factor = jnp.minimum(1.0, self.clip_bound / (norm + TORCH_EPSILON))
                 grads = [g * factor for g in grads]
-            values = iter(grads)
-            full = [
-                next(values).astype(x.dtype) if is_trained else x
-                for is_trained, x in zip(trained, kept, strict=True)
-            ]
+            masters = self.trained(kept)
+            grads = [g.astype(x.dtype) for g, x in zip(grads, masters, strict=True)]
+            full = self.for_optax(self.merged(grads, kept))
             changes, optimizer = tx.update(
-                self.for_optax(full), optimizer, self.for_optax(kept), value=loss
+                full, optimizer, self.for_optax(kept), value=loss
             )
-            deltas = iter(jax.tree.leaves(changes))
-            new = [
-                (x + next(deltas)).astype(x.dtype) if is_trained else x
-                for is_trained, x in zip(trained, kept, strict=True)
-            ]
+            pairs = zip(masters, jax.tree.leaves(changes), strict=True)
+            new = self.merged([(x + d).astype(x.dtype) for x, d in pairs], kept)
             return new, optimizer, jnp.isfinite(norm)
 
         return jax.jit(update)
 
     def for_optax(self, leaves: Sequence[Any]) -> Any:
         """The parameter tree of `leaves`, with frozen leaves masked."""
-        specs = self.specs.values()
-        chosen = [
-            x if spec.is_trainable else optax.MaskedNode()
-            for x, spec in zip(leaves, specs, strict=True)
-        ]
+        masked = [optax.MaskedNode()] * len(leaves)
+        chosen = self.merged(self.trained(leaves), masked)
         return jax.tree.unflatten(self.structure, chosen)
 
-    def compile(self, state: Any, step: Microbatches) -> jax.stages.Compiled:
-        """Compile the derivative of the loss on one microbatch, for `run`."""
-        copies = [spec.compute for spec in self.specs.values()]
-        batch, key = step.batches[0], step.keys[0]
-        scale = jax.ShapeDtypeStruct((), jnp.float32)
-        arguments = _as_given(copies, self.specs), state, batch, key, scale
-        return self.differentiate.lower(*arguments).compile()
+    def needed_bytes(self) -> tuple[int, int]:
+        """Bytes that an update holds, and bytes of a `PlainRun`.
 
-    def state_bytes(self) -> int:
-        """Bytes that an update holds: old and new state, one gradient and the sum."""
+        An update holds old and new state, one gradient and the sum of gradients.
+        """
         masters = [spec.master for spec in self.specs.values()]
-        kept = _as_given(masters, self.specs)
-        optimizer = jax.eval_shape(self.tx.init, self.for_optax(kept))
-        nbytes = sum(map(_nbytes, [*masters, *jax.tree.leaves(optimizer)]))
-        return 2 * nbytes + 2 * self._gradient_bytes()
+        optimizer = jax.eval_shape(self.tx.init, self.for_optax(self._given(masters)))
+        gradients = GRADIENT_BYTES * sum(x.size for x in self.trained(masters))
+        result = sum(map(_nbytes, masters)) + gradients
+        state = sum(map(_nbytes, jax.tree.leaves(optimizer)))
+        return 2 * (result + state), result
 
-    def result_bytes(self) -> int:
-        """Bytes of a `PlainRun`."""
-        masters = (spec.master for spec in self.specs.values())
-        return sum(map(_nbytes, masters)) + self._gradient_bytes()
-
-    def _gradient_bytes(self) -> int:
-        trained = (x.master.size for x in self.specs.values() if x.is_trainable)
-        return GRADIENT_BYTES * sum(trained)
+    def _given(self, stored: Iterable[Any]) -> list[Any]:
+        """`stored`, with the user's random keys where zinf stores words."""
+        pairs = zip(stored, self.specs.values(), strict=True)
+        return [spec.given if is_key(spec.given) else x for x, spec in pairs]
 
 
-def _as_given(stored: Sequence[Any], specs: Mapping[str, ParamSpec]) -> list[Any]:
-    """`stored`, with the user's random keys where zinf stores words."""
-    return [
-        spec.given if is_key(spec.given) else x
-        for x, spec in zip(stored, specs.values(), strict=True)
-    ]
-
-
-def _floats_in(closed: Any) -> set[Any]:
+def _floats(closed: Any) -> Iterator[Any]:
     """The floating-point dtypes of everything that a jaxpr computes."""
-    jaxpr, _ = open_jaxpr(closed)
-    found = set()
-    for equation in jaxpr.eqns:
-        dtypes = {v.aval.dtype for v in equation.outvars if hasattr(v.aval, "dtype")}
-        found |= {d for d in dtypes if jnp.issubdtype(d, jnp.floating)}
+    for equation in open_jaxpr(closed)[0].eqns:
+        dtypes = (getattr(v.aval, "dtype", jnp.int32) for v in equation.outvars)
+        yield from (d for d in dtypes if jnp.issubdtype(d, jnp.floating))
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                found |= _floats_in(value)
-    return found
+            yield from _floats(value) if _is_jaxpr(value) else ()
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -356,12 +302,11 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _nbytes(spec: Any) -> int:
-    is_numbers = not is_key(spec)
-    return spec.size * (spec.dtype.itemsize if is_numbers else KEY_BYTES)
+    return spec.size * spec.dtype.itemsize
 
 
-def _summed(losses: Sequence[Weighted]) -> Weighted:
-    return jax.tree.map(lambda *each: sum(each[1:], each[0]), *losses)
+def _summed(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *each: sum(each[1:], each[0]), *trees)
 
 
 def _widened(gradient: jax.Array) -> jax.Array:

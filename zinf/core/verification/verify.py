@@ -4,7 +4,7 @@ import platform
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from zinf.core.config import Config
 from zinf.core.config.load import raw_config
-from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import (
     ConfigSource,
     initialize,
@@ -29,17 +28,16 @@ from zinf.core.engine.random_key import step_keys
 from zinf.core.jaxpr.keys import to_words
 from zinf.core.machine.capacity import host_memory_bytes
 from zinf.core.machine.devices import on_devices
-from zinf.core.plan import Plan
 from zinf.core.problem.modes import for_training
 from zinf.core.problem.problem import STATE_PREFIX, Problem
 from zinf.core.problem.source import named_leaves
+from zinf.core.process.installed import installed_version
 from zinf.core.program import ArrayId, Role
 from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.batch import batch_spec, by_microbatch
 from zinf.core.verification import (
     LeafChecks,
     Microbatches,
-    Noise,
     PlainRun,
     PlainTraining,
     Verification,
@@ -123,10 +121,9 @@ def verify(
     _refuse_large(plain, device)
     with jax.default_device(device):
         initial, state = _initial(problem, device)
-        derivative = plain.compile(state, steps[0])
-        unit = max(plain.unit(state, steps[0]), _matmul_unit(device))
-        memory = derivative.memory_analysis()
-        _refuse_large(plain, device, memory.temp_size_in_bytes if memory else 0)
+        derivative, unit, temporary_bytes = plain.compile(state, steps[0])
+        unit = max(unit, _matmul_unit(device))
+        _refuse_large(plain, device, temporary_bytes)
     with _scratch(config) as scratch:
         given = loss_fn, params
         streamed = _train(*given, tx, scratch, options, batch, num_steps)
@@ -137,24 +134,17 @@ def verify(
         for step, scale in zip(steps, streamed.scales, strict=True)
     ]
     with jax.default_device(device):
-        noise = Noise(jax.random.key(0), unit)
-        noises = [noise.of_step(number) for number in range(NUM_PERTURBED)]
-        plains = [
-            plain.run(
-                initial, state, steps, derivative, gradient_scale=scale, noise=noise
-            )
-            for noise in (None, *noises)
-        ]
+        key = jax.random.key(0)
+        noises = [(jax.random.fold_in(key, n), unit) for n in range(NUM_PERTURBED)]
+        run = partial(plain.run, initial, state, steps, derivative)
+        plains = [run(gradient_scale=scale, noise=x) for x in (None, *noises)]
+    losses, *perturbed = [run.losses for run in plains]
     return Verification(
         streamed.execution,
-        tuple(zip(streamed.losses, plains[0].losses, strict=True)),
-        tuple(
-            check_losses(
-                streamed.losses, plains[0].losses, [run.losses for run in plains[1:]]
-            )
-        ),
+        tuple(zip(streamed.losses, losses, strict=True)),
+        tuple(check_losses(streamed.losses, losses, perturbed)),
         tuple(_compare(problem, streamed, gradients, plains, unit)),
-        (_versions(mesh), *streamed.setting),
+        (_versions(mesh), streamed.setting),
     )
 
 
@@ -173,7 +163,7 @@ class _Trained:
     leaves: dict[str, np.ndarray]
     scales: list[float]
     gradient_scale: float
-    setting: tuple[str, ...]
+    setting: str
 
 
 def _steps(
@@ -200,13 +190,14 @@ def _refuse_large(
     plain: PlainTraining, device: jax.Device, temporary_bytes: int = 0
 ) -> None:
     """Raise if the plain step does not fit on one device; it cannot use more."""
-    needed = plain.state_bytes() + temporary_bytes
+    step_bytes, result_bytes = plain.needed_bytes()
+    needed = step_bytes + temporary_bytes
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         available, where = stats["bytes_limit"], f"{device.device_kind} has"
     else:
         # The device uses host memory, which also holds the results of all runs.
-        needed += (2 + NUM_PERTURBED) * plain.result_bytes()
+        needed += (2 + NUM_PERTURBED) * result_bytes
         available, where = host_memory_bytes(), "this machine has"
     if needed > available:
         raise ValueError(
@@ -274,20 +265,12 @@ def _train(
             for prefix, tree in trees.items()
             for path, leaf in named_leaves(tree).items()
         }
-        return _Trained(
-            _execution(engine.plan),
-            [m["loss"] for m in metrics],
-            leaves,
-            scales,
-            taken[0],
-            _setting(engine),
-        )
-
-
-def _execution(plan: Plan) -> str:
-    if plan.is_offloaded:
-        return "offloaded"
-    return "fused" if plan.is_fused else "streamed"
+        plan, losses = engine.plan, [m["loss"] for m in metrics]
+        whole = "offloaded" if plan.is_offloaded else "fused"
+        execution = whole if plan.is_offloaded or plan.is_fused else "streamed"
+        resting = ", ".join(f"{tier} {n:,}" for tier, n in plan.home_bytes.items())
+        setting = f"{len(plan.instructions):,} instructions; bytes at rest: {resting}"
+        return _Trained(execution, losses, leaves, scales, taken[0], setting)
 
 
 def _gradients(
@@ -365,23 +348,8 @@ def _matmul_unit(device: jax.Device) -> float:
 
 
 def _versions(mesh: Mesh) -> str:
-    packages = [
-        f"{name} {_version(name)}" for name in ("zinf", "jax", "jaxlib", "optax")
-    ]
+    names = ("zinf", "jax", "jaxlib", "optax")
+    packages = [f"{name} {installed_version(name)}" for name in names]
     device = local_devices(mesh)[0]
     devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
     return ", ".join((*packages, f"Python {platform.python_version()}", devices))
-
-
-def _version(package: str) -> str:
-    """The installed version; zinf has none where a checkout is on the path."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed as a package"
-
-
-def _setting(engine: Engine) -> tuple[str, ...]:
-    plan = engine.plan
-    resting = ", ".join(f"{tier} {n:,}" for tier, n in plan.home_bytes.items())
-    return (f"{len(plan.instructions):,} instructions; bytes at rest: {resting}",)
