@@ -13,17 +13,11 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from zinf.distributed import verdict
 from zinf.distributed.agreement import differences
-from zinf.distributed.greeting import (
-    GREETING_BYTES,
-    checked,
-    hello,
-    welcome,
-)
+from zinf.distributed.greeting import GREETING_BYTES, checked, welcome
 from zinf.distributed.limits import (
     GRACE_SECONDS,
     GREETING_SECONDS,
@@ -32,8 +26,6 @@ from zinf.distributed.limits import (
     Limits,
 )
 from zinf.distributed.peer import Peer
-from zinf.distributed.secret import Secret, nonce
-from zinf.distributed.secret_file import remove_file
 from zinf.distributed.strangers import Strangers
 from zinf.distributed.wire import MESSAGE_BYTES, Closed, Message, Wire
 
@@ -46,22 +38,14 @@ class Hub:
     Args:
         listener: A listening socket, which the hub closes.
         count: Number of processes of the run.
-        secret: The secret that a process must prove to know.
-        secret_file: The file with the secret; the hub removes it when all processes
-            have joined.
+        token: What a process must have.
     """
 
     def __init__(
-        self,
-        listener: socket.socket,
-        count: int,
-        limits: Limits,
-        secret: Secret,
-        *,
-        secret_file: Path | None = None,
+        self, listener: socket.socket, count: int, limits: Limits, token: str
     ) -> None:
         self._listener, self._count, self._limits = listener, count, limits
-        self._secret, self._secret_file = secret, secret_file
+        self._token = token
         self._strangers = Strangers(count)
         self._start = time.monotonic()
         self._peers: dict[int, Peer] = {}
@@ -106,11 +90,6 @@ class Hub:
         for wire in self._strangers.all():
             wire.close()
         self._selector.close()
-        self._remove_secret()
-
-    def _remove_secret(self) -> None:
-        if self._secret_file is not None:
-            remove_file(self._secret_file)
 
     def _is_over(self) -> bool:
         others = [peer for index, peer in self._peers.items() if index != 0]
@@ -147,10 +126,8 @@ class Hub:
         connection.settimeout(self._limits.silence_seconds)
         wire = Wire(connection, max_bytes=GREETING_BYTES)
         self._drop(self._strangers.too_many())
-        number = nonce()
-        self._strangers.add(wire, host, number)
+        self._strangers.add(wire, host)
         self._selector.register(wire, selectors.EVENT_READ, wire)
-        self._tell(wire, hello(number))
 
     def _read(self, wire: Wire) -> None:
         try:
@@ -164,17 +141,16 @@ class Hub:
             self._gone(wire, error)
 
     def _greet(self, wire: Wire, message: Message) -> None:
-        """Admit a process that proves that it knows the secret.
+        """Admit a process that has the token.
 
         Raises:
-            StrangerError, ValueError: It does not know the secret, or the message is no
-                greeting.
+            StrangerError: It has another one, or the message is no greeting.
         """
-        greeting = checked(message, self._secret, self._strangers.number(wire))
+        greeting = checked(message, self._token)
         index, peer = greeting.index, Peer(wire, greeting.host, greeting.pid)
         self._strangers.remove(wire)
         wire.max_bytes = MESSAGE_BYTES
-        self._tell(wire, welcome(self._secret, greeting))
+        self._tell(wire, welcome(self._token))
         if self._verdict is not None:
             self._tell(wire, {"end": self._verdict, "failed": []})
         twin = self._peers.get(index)
@@ -185,8 +161,6 @@ class Hub:
             self._end(text, also=wire)
         if twin is None:
             self._peers[index], self._indices[wire] = peer, index
-        if len(self._peers) == self._count:
-            self._remove_secret()  # all processes have read it
 
     def _hear(self, wire: Wire, message: Message) -> None:
         index = self._indices.get(wire)

@@ -10,10 +10,8 @@ from zinf.distributed.group import AbstractGroup, Alone, Joined
 from zinf.distributed.hub import Hub
 from zinf.distributed.jax_service import start_jax
 from zinf.distributed.limits import Limits
-from zinf.distributed.listen import bound_socket
+from zinf.distributed.listen import bound_socket, is_loopback
 from zinf.distributed.seat import JoinError, Seat
-from zinf.distributed.secret import Secret
-from zinf.distributed.secret_file import make_file
 from zinf.distributed.wire import MESSAGE_BYTES, Wire
 
 logger = logging.getLogger(__name__)
@@ -38,10 +36,8 @@ def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
     """
     if seat is None:
         return Alone()
-    hub, secret = None, seat.secret
-    if seat.index == 0:
-        hub, secret = _open_hub(seat, limits)
-    wire = _connect(seat, secret, limits)
+    hub = _open_hub(seat, limits) if seat.index == 0 else None
+    wire = _connect(seat, limits)
     group = Joined(wire, hub, index=seat.index, count=seat.count, limits=limits)
     try:
         # No timeout here: the hub ends the run after join_seconds and names the missing
@@ -57,8 +53,7 @@ def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
     return group
 
 
-def _open_hub(seat: Seat, limits: Limits) -> tuple[Hub, Secret]:
-    """Starts the hub; returns it and the secret of the run (new if none is set)."""
+def _open_hub(seat: Seat, limits: Limits) -> Hub:
     host, port = seat.address
     try:
         listener = bound_socket(host, port)
@@ -69,23 +64,16 @@ def _open_hub(seat: Seat, limits: Limits) -> tuple[Hub, Secret]:
             f"({socket.gethostname()}): {error.strerror}. Another program has it, or a "
             "second process 0; choose another port for --coordinator."
         ) from error
-    if seat.secret is None:
-        # The file is written before the hub starts: the other processes read it after
-        # the hub's first message.
-        secret, file = make_file(port)
-        return Hub(listener, seat.count, limits, secret, secret_file=file), secret
-    if not seat.secret.is_private:
+    if not seat.is_secret and not is_loopback(host):
         logger.warning(
-            "Whoever reaches port %d of this host can end this run, as its processes "
-            "know one another by %s. Set ZINF_SECRET to one text of your choice for "
-            "all processes, or ZINF_SECRET_FILE, or use a private network.",
+            "Whoever reaches port %d of this host can end this run. Use a private "
+            "network, or set ZINF_SECRET to one text of your choice for all processes.",
             port,
-            seat.secret.source,
         )
-    return Hub(listener, seat.count, limits, seat.secret), seat.secret
+    return Hub(listener, seat.count, limits, seat.token)
 
 
-def _connect(seat: Seat, secret: Secret | None, limits: Limits) -> Wire:
+def _connect(seat: Seat, limits: Limits) -> Wire:
     """A connection to the hub; retries, as process 0 may start later than this one."""
     deadline = time.monotonic() + limits.join_seconds
     while True:
@@ -94,7 +82,7 @@ def _connect(seat: Seat, secret: Secret | None, limits: Limits) -> Wire:
             connection.settimeout(limits.silence_seconds)
             wire = Wire(connection, max_bytes=MESSAGE_BYTES * seat.count)
             try:
-                introduce(seat, wire, secret)
+                introduce(seat, wire)
             except BaseException:
                 wire.close()
                 raise

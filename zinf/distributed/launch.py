@@ -8,19 +8,13 @@ nor MPICH.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from zinf.distributed.listen import is_loopback
 from zinf.distributed.seat import JoinError, Seat
-from zinf.distributed.secret import Secret
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JAX_NUM_PROCESSES"
-SECRET, SECRET_FILE = "ZINF_SECRET", "ZINF_SECRET_FILE"
-# Open MPI 4 gives all processes of a run the same random number of 128 bits; some
-# network transports need it.
-OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"
+SECRET = "ZINF_SECRET"
 # The port of a Slurm job is one of these; the numbers of job and step choose it.
 FIRST_PORT, NUM_PORTS = 61440, 4096
 
@@ -67,7 +61,8 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        run=("PMIX_NAMESPACE",),
+        # Of Open MPI 4, and of both: 4 gives all processes one random number.
+        run=("OMPI_MCA_orte_precondition_transports", "PMIX_NAMESPACE"),
     ),
     SLURM,
     _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -108,60 +103,29 @@ def find_seat(flags: Flags, environ: Mapping[str, str]) -> Seat | None:
     devices = flags.local_devices
     if devices is None:
         devices = () if launcher is None else _own_devices(launcher, environ)
-    seat = Seat(name, coordinator, count, index, devices)
-    secret = _given_secret(launcher, environ)
-    if secret is None and not _is_one_host(seat, launcher, environ):
-        secret = _public_secret(launcher, environ)
-    return replace(seat, secret=secret)
+    return Seat(name, coordinator, count, index, devices, *_token(launcher, environ))
 
 
-def _given_secret(
-    launcher: _Launcher | None, environ: Mapping[str, str]
-) -> Secret | None:
-    """The secret that the user or the launcher gave to all processes, if any."""
-    source, text = SECRET, environ.get(SECRET)
-    if text is None and SECRET_FILE in environ:
-        path = Path(environ[SECRET_FILE])
-        source = f"{SECRET_FILE}, {path}"
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, ValueError) as error:
-            raise JoinError(
-                f"{SECRET_FILE} in the environment names {path}, which cannot be read: "
-                f"{error}. It must be a text file that every process can read."
-            ) from error
-    if text is None and launcher is not None and launcher.name == "mpirun":
-        source, text = OPEN_MPI_SECRET, environ.get(OPEN_MPI_SECRET)
-    if text is None:
-        return None
-    if not text.strip():
-        raise JoinError(
-            f"{source} is empty; it must be a text that only the processes of this run "
-            "know, such as 32 random letters."
-        )
-    return Secret(text.strip().encode(), source)
+def _token(launcher: _Launcher | None, environ: Mapping[str, str]) -> tuple[str, bool]:
+    """The token of the run, and whether others cannot guess it.
 
-
-def _public_secret(launcher: _Launcher | None, environ: Mapping[str, str]) -> Secret:
-    """A key made from the name of the run, which other users can see or guess.
-
-    It keeps out strays (port scanners, processes of other runs), but no attacker.
+    Without ZINF_SECRET it is made from the name of the run, which keeps out strays
+    (port scanners, processes of other runs), but no attacker.
     """
-    names = () if launcher is None else launcher.run
+    if f"{SECRET}_FILE" in environ:
+        raise JoinError(f"{SECRET}_FILE is not read. Set {SECRET} to the file's text.")
+    if SECRET in environ:
+        text = environ[SECRET].strip()
+        if not text:
+            raise JoinError(
+                f"{SECRET} is empty; it must be a text that only the processes of this "
+                "run know, such as 32 random letters."
+            )
+        return text, True
     # The processes of a heterogeneous Slurm job differ in SLURM_JOB_ID.
-    if not all(name in environ for name in names) or "SLURM_HET_SIZE" in environ:
-        names = ()
-    said = " ".join(f"{name}={environ[name]}" for name in names)
-    source = f"{said}, which others can see" if said else "nothing but being zinf"
-    return Secret(f"zinf {said}".encode(), source, is_private=False)
-
-
-def _is_one_host(
-    seat: Seat, launcher: _Launcher | None, environ: Mapping[str, str]
-) -> bool:
-    if is_loopback(seat.address[0]):
-        return True
-    return launcher is not None and _local_count(launcher, environ) == seat.count
+    is_named = launcher is not None and "SLURM_HET_SIZE" not in environ
+    names = [name for name in launcher.run if name in environ] if is_named else []
+    return " ".join(["zinf", *(f"{name}={environ[name]}" for name in names)]), False
 
 
 def _speaks(launcher: _Launcher, environ: Mapping[str, str]) -> bool:

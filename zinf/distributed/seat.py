@@ -1,8 +1,6 @@
 """The place of one process in a run: its index and how it reaches the others."""
 
-from dataclasses import dataclass
-
-from zinf.distributed.secret import Secret
+from dataclasses import dataclass, field
 
 
 class JoinError(ValueError):
@@ -19,8 +17,8 @@ class Seat:
         index: Index of this process, in `range(count)`.
         local_device_ids: Numbers of the accelerators of this host that this process
             uses; empty means all that it sees.
-        secret: The secret of the run. None if all processes are on one host: process 0
-            then writes a new secret to a file there.
+        token: What the processes of the run have in common, and strangers do not.
+        is_secret: Whether others cannot guess the token.
 
     Raises:
         JoinError: The index is out of range, or the address is not HOST:PORT.
@@ -31,7 +29,8 @@ class Seat:
     count: int
     index: int
     local_device_ids: tuple[int, ...] = ()
-    secret: Secret | None = None
+    token: str = field(default="zinf", repr=False)
+    is_secret: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:

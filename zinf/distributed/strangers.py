@@ -1,9 +1,8 @@
-"""Connections to process 0 that have not yet proved that they belong to the run."""
+"""Connections to process 0 that have not yet shown that they belong to the run."""
 
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zinf.distributed.wire import Wire
 
@@ -11,13 +10,6 @@ logger = logging.getLogger(__name__)
 
 # Connections that may be open without a greeting, in addition to one per process.
 MORE = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Stranger:
-    host: str
-    number: str
-    since: float
 
 
 class Strangers:
@@ -32,28 +24,25 @@ class Strangers:
 
     def __init__(self, count: int) -> None:
         self._most = count + MORE
-        self._known: dict[Wire, _Stranger] = {}  # in order of connecting
+        # The host and the time of connecting of each, in order of connecting.
+        self._known: dict[Wire, tuple[str, float]] = {}
         self.num_dropped = 0
         self._last = ""
 
     def __contains__(self, wire: Wire) -> bool:
         return wire in self._known
 
-    def add(self, wire: Wire, host: str, number: str) -> None:
-        """Add a connection from `host`, to which the hub sends `hello(number)`."""
-        self._known[wire] = _Stranger(host, number, time.monotonic())
-
-    def number(self, wire: Wire) -> str:
-        """The number in the `hello` that the hub sent on this connection."""
-        return self._known[wire].number
+    def add(self, wire: Wire, host: str) -> None:
+        """Add a connection from `host`."""
+        self._known[wire] = host, time.monotonic()
 
     def remove(self, wire: Wire) -> None:
-        """Remove a connection that has proved that it belongs to the run."""
+        """Remove a connection that belongs to the run."""
         del self._known[wire]
 
     def drop(self, wire: Wire, why: str) -> None:
         """Remove and count a connection that does not belong to the run."""
-        host = self._known.pop(wire).host
+        host, _ = self._known.pop(wire)
         self.num_dropped += 1
         self._last = f"from {host}: {why}"
         # Log the 1st, 2nd, 4th, 8th, ... drop, so that a port scanner cannot fill the
@@ -80,4 +69,4 @@ class Strangers:
 
     def late(self, before: float) -> Sequence[Wire]:
         """Connections that were opened before this time (`time.monotonic`)."""
-        return [wire for wire, known in self._known.items() if known.since < before]
+        return [wire for wire, (_, since) in self._known.items() if since < before]

@@ -8,24 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
 from tests.golden import Golden
-from zinf.distributed.greeting import GREETING_BYTES, introduce
+from zinf.distributed.greeting import GREETING_BYTES, introduce, welcome
 from zinf.distributed.hub import Hub
 from zinf.distributed.limits import Limits
 from zinf.distributed.listen import bound_socket
 from zinf.distributed.seat import JoinError, Seat
-from zinf.distributed.secret import Secret
-from zinf.distributed.secret_file import make_file, read_file, remove_file
 from zinf.distributed.strangers import MORE
 from zinf.distributed.wire import Wire
 
 COUNT = 2
-SECRET = Secret(b"only us", "a test")
-WRONG = Secret(b"not us", "another test")
+TOKEN, WRONG = "only us", "not us"
 # An answer that does not come fails the test by then.
 SECONDS = 30.0
 ADDRESS = "127.0.0.1"
@@ -34,29 +30,22 @@ ADDRESS = "127.0.0.1"
 class Run:
     """A hub, and connections to it."""
 
-    def __init__(self, stack: ExitStack, makes_file: bool = False):
+    def __init__(self, stack: ExitStack):
         self.stack = stack
         listener = bound_socket(ADDRESS, 0)
         listener.listen()
         self.port = listener.getsockname()[1]
-        self.secret, self.file = SECRET, None
-        if makes_file:
-            self.secret, self.file = make_file(self.port)
-        named = {"secret_file": self.file}
-        self.hub = Hub(listener, COUNT, Limits(), self.secret, **named)
+        self.hub = Hub(listener, COUNT, Limits(), TOKEN)
 
     def connect(self) -> socket.socket:
         made = socket.create_connection((ADDRESS, self.port), SECONDS)
         return self.stack.enter_context(made)
 
-    def process(self, index: int, secret: Secret | None = SECRET) -> Wire:
+    def process(self, index: int, token: str = TOKEN) -> Wire:
         """A process of the run, or one that says so, after its greeting."""
         wire = Wire(self.connect())
-        introduce(self.seat(index), wire, secret)
+        introduce(seat(self.port, index, token=token), wire)
         return wire
-
-    def seat(self, index: int) -> Seat:
-        return Seat("test", f"{ADDRESS}:{self.port}", COUNT, index)
 
     def end(self, *wires: Wire) -> None:
         for wire in wires:
@@ -65,6 +54,10 @@ class Run:
             answer(wire, "leave")
             wire.close()
         self.hub.wait()
+
+
+def seat(port: int, index: int, count: int = COUNT, token: str = TOKEN) -> Seat:
+    return Seat("test", f"{ADDRESS}:{port}", count, index, token=token)
 
 
 @pytest.fixture
@@ -100,11 +93,9 @@ def dropped(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def forged(secret: Secret, number: str, **changes: object) -> bytes:
-    who = {"index": 1, "count": COUNT, "host": "x", "pid": 1, "nonce": "0"} | changes
-    text = json.dumps(who)
-    proof = secret.proof("process", number, text)
-    return json.dumps({"greeting": text, "proof": proof}).encode() + b"\n"
+def forged(token: object, **changes: object) -> bytes:
+    who = {"index": 1, "count": COUNT, "host": "x", "pid": 1} | changes
+    return json.dumps({"greeting": who, "token": token}).encode() + b"\n"
 
 
 STRANGE = {
@@ -115,9 +106,11 @@ STRANGE = {
     "deeply nested": b"[" * (GREETING_BYTES - 1) + b"\n",
     "a large number": b'{"index": ' + b"9" * 4000 + b"}\n",
     "an old greeting": b'{"index": 1, "count": 2, "host": "x", "pid": 1}\n',
-    "a proof that is no text": b'{"greeting": "{}", "proof": 3}\n',
-    "an answer before the question": forged(SECRET, ""),
-    "another secret": forged(WRONG, ""),
+    "a token that is no text": forged(3),
+    "another token": forged("1" * 64),
+    "the token itself": forged(TOKEN),
+    "the answer of a hub": forged(welcome(TOKEN)["token"]),
+    "no number": forged("", index="1"),
     "an endless line": b"x" * (GREETING_BYTES + 1),
     "a long line": b"x" * (GREETING_BYTES + 1) + b"\n",
 }
@@ -138,23 +131,6 @@ def test_what_strangers_send_ends_nothing_and_is_counted(run):
     assert run.hub.num_strangers == len(STRANGE)
 
 
-def test_one_that_overheard_a_greeting_cannot_repeat_it(run):
-    first = run.process(0)
-    overheard: list[bytes] = []
-
-    class Overheard(Wire):
-        def send(self, message, *, max_bytes=None):
-            overheard.append(json.dumps(message).encode() + b"\n")
-            super().send(message, max_bytes=max_bytes)
-
-    second = Overheard(run.connect())
-    introduce(run.seat(1), second, SECRET)
-    thief = run.connect()
-    thief.sendall(overheard[0])
-    assert b"it does not know the secret" in dropped(thief)
-    run.end(first, second)
-
-
 def test_connections_that_say_nothing_leave_room_for_the_processes(run):
     silent = [run.connect() for _ in range(3 * MORE)]
     first, second = run.process(0), run.process(1)
@@ -164,7 +140,8 @@ def test_connections_that_say_nothing_leave_room_for_the_processes(run):
     assert b"refused" in dropped(silent[0])
 
 
-def test_a_process_believes_no_hub_without_the_secret():
+@pytest.mark.parametrize("said", [welcome(WRONG), {"welcome": 1}, {}])
+def test_a_process_believes_no_hub_without_the_token(said):
     with bound_socket(ADDRESS, 0) as listener, ThreadPoolExecutor(1) as other:
         listener.listen()
         at = listener.getsockname()
@@ -173,16 +150,14 @@ def test_a_process_believes_no_hub_without_the_secret():
             connection, _ = listener.accept()
             with connection:
                 wire = Wire(connection)
-                wire.send({"zinf": "1"})
                 wire.receive_one(SECONDS)
-                wire.send({"proof": WRONG.proof("hub", "1")})
+                wire.send(said)
                 dropped(connection)
 
         pretending = other.submit(pretend)
         with socket.create_connection(at, SECONDS) as connection:
-            seat = Seat("test", f"{ADDRESS}:{at[1]}", COUNT, 1)
             with pytest.raises(JoinError, match=r"is not process 0 of this run"):
-                introduce(seat, Wire(connection), SECRET)
+                introduce(seat(at[1], 1), Wire(connection))
         pretending.result()
 
 
@@ -194,9 +169,9 @@ def end(wire: Wire) -> str:
     return re.sub(r"\d+ s ago", "a while ago", text)
 
 
-def test_another_secret_is_refused_and_told_also_in_the_verdict_on_the_late(run):
+def test_another_token_is_refused_and_told_also_in_the_verdict_on_the_late(run):
     wire = run.process(0)
-    with pytest.raises(JoinError, match=r"refused process 1 of 2.*another test"):
+    with pytest.raises(JoinError, match=r"refused process 1 of 2.*same ZINF_SECRET"):
         run.process(1, WRONG)
     assert run.hub.num_strangers == 1
     # The time is over now, however long the above took.
@@ -207,8 +182,7 @@ def test_another_secret_is_refused_and_told_also_in_the_verdict_on_the_late(run)
 
 
 def other_count(run: Run, first: Wire) -> None:
-    seat = Seat("test", f"{ADDRESS}:{run.port}", COUNT + 1, 1)
-    introduce(seat, Wire(run.connect()), SECRET)
+    introduce(seat(run.port, 1, COUNT + 1), Wire(run.connect()))
 
 
 def unlike(run: Run, first: Wire) -> None:
@@ -261,41 +235,6 @@ def test_what_ends_a_run_is_told_in_words_that_name_the_process(golden: Golden):
         del run, first
         gc.collect()
     golden.check("verdicts.txt", "\n".join(lines))
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
-
-
-def test_the_secret_of_a_host_is_in_a_file_that_only_its_user_reads(temporary):
-    old, _ = make_file(6200)
-    made, path = make_file(6200)
-    assert path.is_relative_to(temporary)
-    assert read_file(6200).key == made.key != old.key
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-    assert made.key.decode() not in repr(made)
-    remove_file(path)
-    with pytest.raises(JoinError, match="cannot be read here"):
-        read_file(6200)
-    for mode in (0o720, 0o702):
-        path.parent.chmod(mode)
-        for touch in (make_file, read_file):
-            with pytest.raises(JoinError, match="can write to it"):
-                touch(6200)
-
-
-@pytest.mark.usefixtures("temporary")
-def test_the_file_is_gone_when_all_processes_have_come():
-    with ExitStack() as stack:
-        run = Run(stack, makes_file=True)
-        first = run.process(0, None)
-        assert run.file is not None and run.file.exists()
-        second = run.process(1, None)
-        run.end(first, second)
-        assert not run.file.exists()
 
 
 @pytest.mark.parametrize(
