@@ -24,7 +24,6 @@ LAYERS = (
         "core.jaxpr",
         "core.config",
         "core.topology",
-        "core.paper",
         "distributed",
     ),
     ("core.problem",),

@@ -33,6 +33,7 @@ HEAVY = {
     "typer",
     "zarr",
 }
+CHECK = ["config", "check", "configs/quickstart.yaml"]
 ARRAYS = {"jax", "jaxlib", "ml_dtypes", "numpy", "optax", "pydantic", "tensorstore"}
 
 
@@ -105,7 +106,7 @@ def command(arguments: list[str], before: str = "") -> str:
         ["--version"],
         ["train", "--help"],
         ["checkpoint", "export", "-h"],
-        ["config", "check", "configs/quickstart.yaml"],
+        CHECK,
     ],
     ids=" ".join,
 )
@@ -151,7 +152,7 @@ def unread(*arguments: str, **environment: str) -> tuple[int, bytes]:
     return asked.returncode, asked.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["plan", "--table"]])
+@pytest.mark.parametrize("arguments", [["--version"], CHECK])
 def test_a_reader_that_went_away_is_no_error(arguments):
     """As in `zinf plan ... | head`."""
     code, errors = unread("-m", "zinf", *arguments)
@@ -172,7 +173,7 @@ except typer.Exit as ended:
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_a_full_drive_does_not_take_is_an_error(unbuffered):
-    run = [sys.executable, "-m", "zinf", "plan", "--table"]
+    run = [sys.executable, "-m", "zinf", *CHECK]
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
         asked = subprocess.run(

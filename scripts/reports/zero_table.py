@@ -21,10 +21,10 @@ from typing import Any  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+from paper import model_state_bytes  # noqa: E402
 
 import zinf  # noqa: E402
 from zinf.core.engine.initialize import make_planner  # noqa: E402
-from zinf.core.paper import model_state_bytes  # noqa: E402
 from zinf.core.program import Tier  # noqa: E402
 from zinf.models import GPTConfig, init_and_loss, num_parameters  # noqa: E402
 

@@ -351,9 +351,6 @@ def plan(
     html: Annotated[
         Path | None, typer.Option(help="Draw the plan of one config as an HTML page.")
     ] = None,
-    table: Annotated[
-        bool, typer.Option("--table", help="Print the tables of the ZeRO papers.")
-    ] = False,
     traceback: ShowTraceback = False,
 ) -> None:
     """Print the plan of each config and whether it fits, without training.
@@ -372,23 +369,16 @@ def plan(
     from zinf.cli.forecast import Asked, batch_sizes_of, plan_generation
     from zinf.cli.generate import in_bits
     from zinf.cli.longest import plan_longest
-    from zinf.cli.plan import plan_config, print_tables
+    from zinf.cli.plan import plan_config
 
     if longest and (generates or every or html is not None):
         raise typer.BadParameter(
             "--longest searches a length for training, and prints the summary of its "
             "plan. Leave --generate, --all and --html out."
         )
-    if table:
-        with clean_errors(traceback):
-            print_tables()
     configs = configs or []
     if not configs and model is None:
-        if table:
-            return
-        raise typer.BadParameter(
-            "Name at least one config file, or a --model, or ask for --table."
-        )
+        raise typer.BadParameter("Name at least one config file, or a --model.")
     if html is not None and len(configs) + (model is not None) > 1:
         raise typer.BadParameter("--html draws one plan; name one config.")
     given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]

@@ -17,7 +17,6 @@ from zinf.cli.teacher import plan_teacher
 from zinf.core.config import Config, grouping
 from zinf.core.engine.initialize import make_planner
 from zinf.core.machine.devices import group_devices, on_devices
-from zinf.core.paper import infinity_table, zero_table
 from zinf.core.plan import InfeasibleError, Plan
 from zinf.core.plan.instruction import Link
 from zinf.core.plan.show import show_instructions
@@ -177,11 +176,3 @@ def _shown(made: AbstractPrepared, every: bool) -> str:
     left = len(plan.instructions) - count
     more = f"\n... and {left:,} more instructions (--all prints them)" * (left > 0)
     return "\n\n".join(filter(None, (plan.summary(), made.tiled, text + more)))
-
-
-def print_tables() -> None:
-    out = console()
-    for table in (zero_table(), infinity_table()):
-        table.title_justify = table.caption_justify = "left"
-        out.print(table)
-        out.print()

@@ -1,11 +1,12 @@
 """Tables of the ZeRO and ZeRO-Infinity papers come out of their formulas."""
 
-import pytest
-from typer.testing import CliRunner
+from pathlib import Path
+from runpy import run_path
 
-from zinf.cli import app
-from zinf.core.paper import MODELS, model_state_bytes, sent_params
-from zinf.core.paper.table import infinity_row
+import pytest
+
+PAPER = run_path(str(Path(__file__).parents[1] / "scripts/reports/paper.py"))
+MODELS, model_state_bytes = PAPER["MODELS"], PAPER["model_state_bytes"]
 
 # Figure 2a of ZeRO-Infinity: trillions of parameters, layers, hidden, heads, states,
 # activations, checkpoints, working memory of the model and of activations.
@@ -20,22 +21,13 @@ FIGURE = (
 
 @pytest.mark.parametrize(("model", "row"), [*zip(MODELS, FIGURE, strict=True)])
 def test_figure_2a_of_zero_infinity(model, row):
-    assert " ".join(infinity_row(model)) == row
+    assert " ".join(model.row()) == row
     # Queries, keys and values; output; two of the MLP.
     hd = model.hidden
     layer = hd * 3 * hd + hd * hd + hd * 4 * hd + 4 * hd * hd
     assert model.num_params == model.num_layers * layer
-
-
-def test_plan_prints_the_tables_without_a_config():
-    shown = CliRunner().invoke(app, ["plan", "--table"])
-    assert shown.exit_code == 0
-    words = shown.output.split()
-    for figure in ("120", "31.41", "16.64", "1.875", "1845.70", "18.00"):
-        assert figure in words
-    shown = CliRunner().invoke(app, ["plan"])
-    assert shown.exit_code == 2
-    assert "--table" in shown.output
+    words = "\n".join(PAPER["tables"]()).split()
+    assert {"120", "31.41", "16.64", "1.875", *row.split()} <= {*words}
 
 
 @pytest.mark.parametrize(
@@ -48,4 +40,4 @@ def test_model_state_and_traffic_by_stage_are_those_of_zero(stage, printed, sent
     assert float(f"{found:.3g}") == printed
     # On one device no stage saves anything.
     assert model_state_bytes(1000, stage, num_devices=1) == 16 * 1000
-    assert sent_params(stage) == sent
+    assert PAPER["sent_params"](stage) == sent
