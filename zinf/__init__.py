@@ -43,43 +43,4 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-make_lazy(
-    __name__,
-    {
-        "Config": "zinf.core.config",
-        "Engine": "zinf.core.engine.engine",
-        "Hook": "zinf.core.trainer",
-        "Trainer": "zinf.core.trainer",
-        "Weighted": "zinf.core.problem.weighted",
-        "close_all": "zinf.core.engine.engine",
-        "initialize": "zinf.core.engine.initialize",
-        "make_mesh": "zinf.core.sharding.mesh",
-        "plan_only": "zinf.core.engine.initialize",
-        "random_ltd": "zinf.models.random_ltd",
-        "sample_kept": "zinf.models.random_ltd",
-        "tune_malloc": "zinf.core.process.malloc",
-        "verify": "zinf.core.verification.verify",
-        "with_ema": "zinf.core.optim.average",
-    },
-    modules=(
-        "adapt",
-        "checkpoint",
-        "core.config",
-        "core.interchange",
-        "core.memory",
-        "core.optim",
-        "core.plan",
-        "core.sharding.mesh",
-        "core.topology",
-        "data",
-        "distributed",
-        "hf",
-        "inference",
-        "linen",
-        "models",
-        "moe",
-        "nnx",
-        "observe",
-        "tiling",
-    ),
-)
+make_lazy(__name__)

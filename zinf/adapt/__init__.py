@@ -14,15 +14,4 @@ if TYPE_CHECKING:
     from zinf.adapt.lora import quantize as quantize
 
 # Files need the libraries of `interchange`, which take long to import.
-make_lazy(
-    __name__,
-    {
-        "Adapted": "zinf.adapt.lora",
-        "MergedTensors": "zinf.adapt.files",
-        "adapt": "zinf.adapt.lora",
-        "load_adapter": "zinf.adapt.files",
-        "lora": "zinf.adapt.lora",
-        "quantize": "zinf.adapt.lora",
-        "save_adapter": "zinf.adapt.files",
-    },
-)
+make_lazy(__name__)

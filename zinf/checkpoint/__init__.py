@@ -15,16 +15,4 @@ if TYPE_CHECKING:
     from zinf.checkpoint.saved import Saved as Saved
 
 # Lazy: only `Checkpoints` imports Orbax; an engine saves and restores without it.
-make_lazy(
-    __name__,
-    {
-        "AbstractSaveable": "zinf.checkpoint.checkpoints",
-        "Checkpoints": "zinf.checkpoint.checkpoints",
-        "Place": "zinf.checkpoint.place",
-        "as_place": "zinf.checkpoint.place",
-        "Damage": "zinf.checkpoint.saved",
-        "Saved": "zinf.checkpoint.saved",
-        "read_arrays": "zinf.checkpoint.arrays",
-        "write_arrays": "zinf.checkpoint.arrays",
-    },
-)
+make_lazy(__name__)

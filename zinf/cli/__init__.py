@@ -10,12 +10,4 @@ if TYPE_CHECKING:
     from zinf.cli.entry import main as main
     from zinf.cli.errors import USER_ERROR as USER_ERROR
 
-make_lazy(
-    __name__,
-    {
-        "INTERRUPTED": "zinf.cli.endings",
-        "USER_ERROR": "zinf.cli.errors",
-        "app": "zinf.cli.app",
-        "main": "zinf.cli.entry",
-    },
-)
+make_lazy(__name__)

@@ -19,19 +19,4 @@ if TYPE_CHECKING:
 
 # Lazy, because the command line imports the options of this package for its help, which
 # must not import jax.
-make_lazy(
-    __name__,
-    {
-        "AbstractGroup": "zinf.distributed.group",
-        "Alone": "zinf.distributed.group",
-        "Digests": "zinf.distributed.digests",
-        "Flags": "zinf.distributed.launch",
-        "JoinError": "zinf.distributed.seat",
-        "Limits": "zinf.distributed.limits",
-        "Seat": "zinf.distributed.seat",
-        "find_seat": "zinf.distributed.launch",
-        "flat": "zinf.distributed.agreement",
-        "join": "zinf.distributed.join",
-        "leave": "zinf.distributed.group",
-    },
-)
+make_lazy(__name__)

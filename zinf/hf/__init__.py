@@ -32,36 +32,4 @@ if TYPE_CHECKING:
     from zinf.hf.samples import Tokenizing as Tokenizing
     from zinf.hf.task import Task as Task
 
-make_lazy(
-    __name__,
-    {
-        "HeadModel": "zinf.hf.heads",
-        "IGNORED": "zinf.hf.model",
-        "Model": "zinf.hf.model",
-        "ModelEngine": "zinf.hf.engine",
-        "Preference": "zinf.hf.objectives.dpo",
-        "Task": "zinf.hf.task",
-        "Tokenizing": "zinf.hf.samples",
-        "Verdict": "zinf.hf.comparison",
-        "analysis_of": "zinf.hf.analysis",
-        "complete_texts": "zinf.hf.completion",
-        "export": "zinf.hf.export",
-        "export_adapter": "zinf.hf.export",
-        "initialize": "zinf.hf.engine",
-        "load": "zinf.hf.model",
-        "load_head": "zinf.hf.heads",
-        "load_as_stored": "zinf.hf.model",
-        "open_model": "zinf.hf.engine",
-        "no_samples": "zinf.hf.dataset",
-        "prompt_tokens": "zinf.hf.completion",
-        "records": "zinf.hf.records",
-        "running": "zinf.hf.engine",
-        "settings_of": "zinf.hf.completion",
-        "treated": "zinf.hf.dataset",
-        "verdict_of": "zinf.hf.comparison",
-        "write_adapter": "zinf.hf.export",
-        "write_model": "zinf.hf.export",
-    },
-    extra="hf",
-    door="zinf.hf.versions",
-)
+make_lazy(__name__, extra="hf", door="zinf.hf.versions")

@@ -7,4 +7,4 @@ from zinf.core.process.lazy import make_lazy
 if TYPE_CHECKING:
     from zinf.lm_eval.model import StreamedLM as StreamedLM
 
-make_lazy(__name__, {"StreamedLM": "zinf.lm_eval.model"}, extra="lm-eval")
+make_lazy(__name__, extra="lm-eval")

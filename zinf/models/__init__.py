@@ -17,18 +17,4 @@ if TYPE_CHECKING:
     from zinf.models.gpt_config import GPTConfig as GPTConfig
 
 # A model of transformers needs a module of this package, and not flax.
-make_lazy(
-    __name__,
-    {
-        "GPT": "zinf.models.gpt",
-        "GPTConfig": "zinf.models.gpt_config",
-        "decoding": "zinf.models.gpt",
-        "divergence": "zinf.models.divergence",
-        "flops_per_token": "zinf.models.gpt",
-        "held_out_sums": "zinf.models.gpt",
-        "init_and_loss": "zinf.models.gpt",
-        "logits_of": "zinf.models.gpt",
-        "next_token_loss": "zinf.models.gpt",
-        "num_parameters": "zinf.models.gpt",
-    },
-)
+make_lazy(__name__)

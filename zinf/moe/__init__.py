@@ -23,24 +23,4 @@ if TYPE_CHECKING:
     from zinf.moe.routing import Router as Router
 
 # Lazy, because every engine imports `exchange`, and layers need Flax.
-make_lazy(
-    __name__,
-    {
-        "Capacity": "zinf.moe.gating",
-        "Mixed": "zinf.moe.layer",
-        "MoE": "zinf.moe.layer",
-        "Router": "zinf.moe.routing",
-        "RouterBias": "zinf.moe.layer",
-        "Routing": "zinf.moe.gating",
-        "balanced_bias": "zinf.moe.gating",
-        "expert_choice": "zinf.moe.gating",
-        "exchanged": "zinf.moe.exchange",
-        "experts": "zinf.moe.experts",
-        "keeps_exchanged": "zinf.moe.exchange",
-        "sigmoid_top_k": "zinf.moe.gating",
-        "top1": "zinf.moe.gating",
-        "top2": "zinf.moe.gating",
-        "top_k": "zinf.moe.gating",
-        "z_loss": "zinf.moe.gating",
-    },
-)
+make_lazy(__name__)

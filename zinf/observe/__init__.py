@@ -20,22 +20,4 @@ if TYPE_CHECKING:
     from zinf.observe.writer import AbstractWriter as AbstractWriter
     from zinf.observe.writer import Metrics as Metrics
 
-make_lazy(
-    __name__,
-    {
-        "AbstractWriter": "zinf.observe.writer",
-        "CsvFiles": "zinf.observe.csv_files",
-        "JsonLines": "zinf.observe.json_lines",
-        "Metrics": "zinf.observe.writer",
-        "Progress": "zinf.observe.progress",
-        "Silence": "zinf.observe.progress",
-        "TensorBoard": "zinf.observe.tensorboard",
-        "Totals": "zinf.observe.totals",
-        "TraceFile": "zinf.observe.trace",
-        "plot_experts": "zinf.observe.plot",
-        "plot_losses": "zinf.observe.plot",
-        "plot_timeline": "zinf.observe.plot",
-        "read_trace": "zinf.observe.traced",
-        "summary": "zinf.observe.summary",
-    },
-)
+make_lazy(__name__)

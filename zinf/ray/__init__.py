@@ -13,16 +13,4 @@ if TYPE_CHECKING:
     from zinf.ray.settings import FailureConfig as FailureConfig
     from zinf.ray.settings import ScalingConfig as ScalingConfig
 
-make_lazy(
-    __name__,
-    {
-        "Attempt": "zinf.ray.record",
-        "FailureConfig": "zinf.ray.settings",
-        "Fitted": "zinf.ray.fit",
-        "RayGroup": "zinf.ray.group",
-        "ScalingConfig": "zinf.ray.settings",
-        "WorkersLost": "zinf.ray.restart",
-        "fit": "zinf.ray.fit",
-    },
-    extra="ray",
-)
+make_lazy(__name__, extra="ray")

@@ -4,9 +4,11 @@ Importing jax and optax takes half a second of CPU time, and numba, Orbax and gr
 as long again. A lazy package imports only what is used.
 """
 
+import ast
 import sys
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,28 +23,23 @@ class LazyPackage(ModuleType):
     """A package that imports the module of a public name when the name is first read.
 
     Attributes:
-        lazy_names: the module of each public name.
-        lazy_modules: modules that are public names themselves, by these names.
+        lazy_names: the module of each public name; the package of one that is itself a
+            module.
         lazy_extra: the extra of zinf that the package needs; "" if it needs none.
         lazy_door: a module whose `check()` runs before the first name is imported; ""
             if there is none, or it has run.
     """
 
     lazy_names: Mapping[str, str]
-    lazy_modules: Mapping[str, str]
     lazy_extra: str
     lazy_door: str
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.lazy_modules:
-            module = import_at_once(self.lazy_modules[name])
-            setattr(self, name, module)
-            return module
         if name not in self.lazy_names:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         try:
             self._check_once()
-            value = getattr(import_at_once(self.lazy_names[name]), name)
+            value = self._imported(name)
         except ModuleNotFoundError as error:
             if not self.lazy_extra:
                 raise
@@ -50,8 +47,15 @@ class LazyPackage(ModuleType):
                 f"{self.__name__} needs {error.name}, which is not installed: "
                 f"pip install 'zinf[{self.lazy_extra}]'"
             ) from error
-        setattr(self, name, value)
+        super().__setattr__(name, value)
         return value
+
+    def _imported(self, name: str) -> Any:
+        home = self.lazy_names[name]
+        module = import_at_once(home)
+        if module is not self and hasattr(module, name):
+            return getattr(module, name)
+        return import_at_once(f"{home}.{name}")
 
     def _check_once(self) -> None:
         door, self.lazy_door = self.lazy_door, ""
@@ -66,7 +70,8 @@ class LazyPackage(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         # The import system sets each submodule as an attribute of its package. If a
         # function has the name of its module (zinf.moe.experts), set the function.
-        if isinstance(value, ModuleType) and name in self.lazy_names:
+        own = f"{self.__name__}.{name}"
+        if isinstance(value, ModuleType) and self.lazy_names.get(name) == own:
             value = getattr(value, name)
         super().__setattr__(name, value)
 
@@ -75,7 +80,7 @@ class LazyPackage(ModuleType):
         return import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self.lazy_names, *self.lazy_modules})
+        return sorted({*super().__dir__(), *self.lazy_names})
 
 
 def import_at_once(name: str) -> ModuleType:
@@ -88,32 +93,30 @@ def import_at_once(name: str) -> ModuleType:
         return import_module(name)
 
 
-def make_lazy(
-    package: str,
-    names: Mapping[str, str],
-    *,
-    modules: tuple[str, ...] = (),
-    extra: str = "",
-    door: str = "",
-) -> None:
+def make_lazy(package: str, *, extra: str = "", door: str = "") -> None:
     """Make a package import its public names on first use.
 
-    Call this in the package's `__init__`, with the same names imported under
-    `if TYPE_CHECKING:` for type checkers and editors.
+    The names are those that its `__init__` imports under `if TYPE_CHECKING:`, where
+    type checkers and editors see them.
 
     Args:
         package: the package's `__name__`.
-        names: for each public name, the module that has it as an attribute.
-        modules: modules that are public names themselves, by their names below the
-            package; `core.config` is the name `config`.
         extra: the extra of zinf that brings what the package imports, if one does.
         door: a module whose `check()` runs before the first name is imported.
     """
     module = sys.modules[package]
-    vars(module).update(
-        lazy_names=dict(names),
-        lazy_modules={name.rpartition(".")[2]: f"{package}.{name}" for name in modules},
-        lazy_extra=extra,
-        lazy_door=door,
-    )
+    names = _checked_names(Path(str(module.__file__)).read_text("utf-8"))
+    vars(module).update(lazy_names=names, lazy_extra=extra, lazy_door=door)
     module.__class__ = LazyPackage
+
+
+def _checked_names(source: str) -> dict[str, str]:
+    """The module of each name that is imported under `if TYPE_CHECKING:`."""
+    return {
+        name.name: str(node.module)
+        for block in ast.parse(source).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
