@@ -22,13 +22,13 @@ from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
 from zinf.core.config.adapter import Adapter
 from zinf.core.engine.engine import Engine
-from zinf.core.interchange.failure import explained
 from zinf.core.interchange.folder import complete_folder
 from zinf.core.interchange.header import ordered, write_header
 from zinf.core.interchange.safetensors_files import SafetensorsFiles
 from zinf.core.interchange.sources import parameters
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.nvme.system import sync
+from zinf.core.memory.storage_error import INTERCHANGE
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
 
@@ -404,7 +404,7 @@ def _check_base(adapted: Adapted, directory: Path) -> None:
                 f"{directory} has no adapter: {name} is absent. Name a folder that "
                 "zinf.adapt.save_adapter or PEFT wrote."
             )
-    with explained("Cannot read an adapter", directory / CONFIG):
+    with INTERCHANGE.explained("Cannot read an adapter", directory / CONFIG):
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
         asked = getattr(adapted.adapter, key)
@@ -470,7 +470,10 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _write(path: Path, parts: list[bytes]) -> None:
-    with explained(f"Cannot write {path.name}", path), open(path, "xb") as file:
+    with (
+        INTERCHANGE.explained(f"Cannot write {path.name}", path),
+        open(path, "xb") as file,
+    ):
         for part in parts:
             file.write(part)
         file.flush()

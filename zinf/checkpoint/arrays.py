@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from zinf.checkpoint import bucket
-from zinf.checkpoint.failure import explain, explained
 from zinf.checkpoint.grid import folder_name
 from zinf.checkpoint.manifest import check_same
 from zinf.checkpoint.parts import commit
@@ -34,6 +33,7 @@ from zinf.checkpoint.stripes import (
     stripe_bytes,
 )
 from zinf.core.memory.residents import Residents
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.program import ArrayId, Tier
 
 # At most so many bytes of a path are Orbax's temporary names and the name of a chunk.
@@ -97,7 +97,7 @@ def begin(save: Save) -> None:
             holds are released and the folder is deleted.
     """
     try:
-        with explained("Cannot begin a checkpoint", save.directory):
+        with CHECKPOINT.explained("Cannot begin a checkpoint", save.directory):
             save.begin()
         check_space(save.directory, save.snapshot.copied_bytes)
     except BaseException:
@@ -188,13 +188,15 @@ def check_space(directory: Path, needed_bytes: int) -> None:
             f"it takes {needed_bytes:,} bytes and {free_bytes:,} are free: "
             f"{needed_bytes - free_bytes:,} too few"
         )
-        raise explain("Cannot save a checkpoint", errno.ENOSPC, directory, found)
+        raise CHECKPOINT.error(
+            "Cannot save a checkpoint", errno.ENOSPC, directory, found
+        )
 
 
 def _longest_names(directory: Path) -> tuple[float, float]:
     """The most bytes that a name and a path may have in a folder."""
     if sys.platform != "win32":
-        with explained("Cannot save a checkpoint", directory):
+        with CHECKPOINT.explained("Cannot save a checkpoint", directory):
             name = os.pathconf(directory, "PC_NAME_MAX")
             return name, os.pathconf(directory, "PC_PATH_MAX")
     return inf, inf  # Windows cannot say it.
@@ -219,14 +221,14 @@ def check_names(directory: Path, arrays: Iterable[ArrayId]) -> None:
         if found is not None:
             what = f"Cannot save {array}"
             code = errno.ENAMETOOLONG
-            raise explain(
+            raise CHECKPOINT.error(
                 what, code, directory.parent, f"its folder would have {found}"
             )
 
 
 def claim(directory: Path) -> None:
     """Make the folder of a checkpoint, or use an empty one that exists."""
-    with explained("Cannot make the folder of a checkpoint", directory):
+    with CHECKPOINT.explained("Cannot make the folder of a checkpoint", directory):
         directory.mkdir(parents=True, exist_ok=True)
         is_empty = not any(directory.iterdir())
     if not is_empty:

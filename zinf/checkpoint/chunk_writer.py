@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 import numpy as np
 from xxhash import xxh3_64
 
-from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index, chunk_name, folder_name
 from zinf.checkpoint.snapshot import Linked
 from zinf.core.memory import StorageError, aligned_empty
@@ -22,6 +21,7 @@ from zinf.core.memory.nvme.file import as_bytes
 from zinf.core.memory.nvme.open_file import STAGING_BYTES, Bytes, Mover
 from zinf.core.memory.nvme.request import Request
 from zinf.core.memory.nvme.system import sync_folder
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.memory.zarr_format import METADATA, zarr_json
 from zinf.core.program import ArrayId
 
@@ -167,7 +167,7 @@ class ChunkWriter(AbstractWriter):
             except StorageError as error:
                 if error.errno in UNWRITABLE:
                     # The advice for the NVMe tier does not apply to a checkpoint.
-                    raise failure(what, self.directory, error) from error
+                    raise CHECKPOINT.failure(what, self.directory, error) from error
                 raise
 
         request = Request(what, 1, found.pop)

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from zinf.checkpoint.failure import explain
 from zinf.checkpoint.grid import folder_name
 from zinf.checkpoint.manifest import FILE, Manifest, StoredArray
 from zinf.checkpoint.parse import read_manifest
 from zinf.checkpoint.source import ChunkSource, FileSource
 from zinf.core.memory.nvme import Drive
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.program import ArrayId
 
 
@@ -52,7 +52,9 @@ class LocalFiles(AbstractFiles):
             folder = self.directory / name
             if os.path.realpath(folder) != os.path.join(top, name):
                 found = f"the folder of {array} is, or is in, a link to elsewhere"
-                raise explain("Cannot use the checkpoint", errno.EIO, folder, found)
+                raise CHECKPOINT.error(
+                    "Cannot use the checkpoint", errno.EIO, folder, found
+                )
 
     def source(self, array: ArrayId, stored: StoredArray) -> ChunkSource:
         folder = self.directory / folder_name(array)

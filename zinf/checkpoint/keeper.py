@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 
 from zinf.checkpoint.arrays import check_names, check_space
 from zinf.checkpoint.durable import DurableRename
-from zinf.checkpoint.failure import explained
 from zinf.checkpoint.handler import StateHandler, StateSave
 from zinf.checkpoint.incomplete import (
     ITEM,
@@ -25,6 +24,7 @@ from zinf.checkpoint.incomplete import (
 )
 from zinf.checkpoint.save import AbstractSave, Save
 from zinf.core.memory.residents import Residents
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.program import ArrayId
 
 # Orbax abandons a save after this time. Terabytes take hours on a slow drive.
@@ -122,7 +122,7 @@ class FolderKeeper(AbstractKeeper):
         super().__init__(keep)
         self.directory = directory
         self._saving: int | None = None
-        with explained("Cannot make the folder of checkpoints", directory):
+        with CHECKPOINT.explained("Cannot make the folder of checkpoints", directory):
             directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 delete_incomplete(directory)
@@ -193,7 +193,7 @@ class FolderKeeper(AbstractKeeper):
         """If the save fails, delete what it wrote, and raise OSErrors with advice."""
         try:
             # Orbax, too, writes files: of its own metadata.
-            with explained("Cannot save a checkpoint", self.directory):
+            with CHECKPOINT.explained("Cannot save a checkpoint", self.directory):
                 yield
         except BaseException:
             self._saving = None

@@ -10,10 +10,10 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.place import Place
 from zinf.core.memory.nvme.system import sync, sync_folder
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.process.installed import installed_version
 from zinf.core.program import ArrayId, ArraySpec
 
@@ -89,7 +89,9 @@ class Manifest:
             os.replace(fresh, directory / FILE)
             sync_folder(directory)
         except OSError as error:
-            raise failure("Cannot write the manifest", directory, error) from error
+            raise CHECKPOINT.failure(
+                "Cannot write the manifest", directory, error
+            ) from error
 
 
 # What `engine.get` calls by optax's names.
@@ -152,7 +154,7 @@ def not_found(directory: Place) -> FileNotFoundError:
 
 
 def damaged(path: Place, found: str) -> OSError:
-    return explain("Cannot read the manifest", errno.EIO, path, found)
+    return CHECKPOINT.error("Cannot read the manifest", errno.EIO, path, found)
 
 
 def _entry(array: ArrayId, stored: StoredArray) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.manifest import (
     FILE,
@@ -19,6 +18,7 @@ from zinf.checkpoint.manifest import (
 )
 from zinf.checkpoint.place import Place
 from zinf.core.memory import StorageError
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.program import ArrayId, ArraySpec
 from zinf.core.text.json_text import from_json
@@ -61,7 +61,7 @@ def read_manifest(directory: Path) -> Manifest:
     except StorageError:
         raise
     except OSError as error:
-        raise failure("Cannot read the manifest", path, error) from error
+        raise CHECKPOINT.failure("Cannot read the manifest", path, error) from error
     return parse_manifest(encoded, directory)
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index
 from zinf.checkpoint.manifest import Manifest, StoredArray
 from zinf.core.memory.nvme.system import sync, sync_folder
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.program import ArrayId
 from zinf.core.text.json_text import from_json
 
@@ -49,7 +49,7 @@ class Part:
                 file.flush()
                 sync(file.fileno())
         except OSError as error:
-            raise failure("Cannot save a checkpoint", path, error) from error
+            raise CHECKPOINT.failure("Cannot save a checkpoint", path, error) from error
 
 
 def commit(

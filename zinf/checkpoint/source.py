@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Index, chunk_name
 from zinf.checkpoint.manifest import StoredArray
 from zinf.checkpoint.place import Place
@@ -27,6 +26,7 @@ from zinf.core.memory.nvme.file import as_bytes
 from zinf.core.memory.nvme.open_file import Bytes, Each, Mover
 from zinf.core.memory.nvme.request import Request, Task
 from zinf.core.memory.nvme.system import O_NOFOLLOW
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.memory.zarr_format import METADATA, numpy_dtype, zarr_json
 from zinf.core.program import ArrayId
 from zinf.core.sharding import Box, intersection, relative
@@ -231,12 +231,14 @@ class ChunkSource(ABC):
         expected = self.stored.checksums[self.stored.grid.number(index)]
         if found != expected:
             text = f"checksum {found:016x} instead of {expected:016x}"
-            raise explain(what, errno.EIO, self.folder / chunk_name(index), text)
+            raise CHECKPOINT.error(
+                what, errno.EIO, self.folder / chunk_name(index), text
+            )
 
     def _check_metadata(self, mover: Mover) -> None:
         found = self._damage_of_metadata()
         if found is not None:
-            raise explain(mover.what, errno.EIO, self.folder / METADATA, found)
+            raise CHECKPOINT.error(mover.what, errno.EIO, self.folder / METADATA, found)
         # Set only on success: a read that is tried again must fail again.
         self._is_described = True
 
@@ -294,10 +296,10 @@ class FileSource(ChunkSource):
         try:
             status = os.lstat(path)
         except OSError as error:
-            raise failure(what, path, error) from error
+            raise CHECKPOINT.failure(what, path, error) from error
         expected = self.stored.grid.chunk_bytes
         if not stat.S_ISREG(status.st_mode):
-            raise explain(what, errno.EIO, path, "it is a link, or no file")
+            raise CHECKPOINT.error(what, errno.EIO, path, "it is a link, or no file")
         if status.st_size != expected:
             found = f"it has {status.st_size:,} bytes instead of {expected:,}"
-            raise explain(what, errno.EIO, path, found)
+            raise CHECKPOINT.error(what, errno.EIO, path, found)

@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from zinf.checkpoint.bucket.store import MissingObject, Store
-from zinf.checkpoint.failure import explain
 from zinf.checkpoint.files import AbstractFiles
 from zinf.checkpoint.grid import Index, chunk_name, folder_name
 from zinf.checkpoint.manifest import FILE, Manifest, StoredArray, not_found
@@ -20,6 +19,7 @@ from zinf.core.memory.nvme.drive import Direction
 from zinf.core.memory.nvme.open_file import Bytes, Each, Mover
 from zinf.core.memory.nvme.request import Request, Task
 from zinf.core.memory.nvme.system import System
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.memory.zarr_format import METADATA
 from zinf.core.program import ArrayId
 
@@ -101,7 +101,7 @@ class ObjectSource(ChunkSource):
                 if len(part) != wanted.size:
                     found = f"it has less than {self.stored.grid.chunk_bytes:,} bytes"
                     path = self.folder / chunk_name(index)
-                    raise explain(mover.what, errno.EIO, path, found)
+                    raise CHECKPOINT.error(mover.what, errno.EIO, path, found)
                 wanted[...] = np.frombuffer(part, np.uint8)
                 if each is not None:
                     each(wanted)

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zinf.core.interchange.failure import explain, explained
 from zinf.core.memory.nvme.system import sync_folder
+from zinf.core.memory.storage_error import INTERCHANGE
 
 
 @contextmanager
@@ -26,11 +26,11 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
     what = f"Cannot write {directory}"
     check_target(directory, needed_bytes)
     fresh = directory.with_name(f".{directory.name}.incomplete.{os.getpid()}")
-    with explained(what, directory):
+    with INTERCHANGE.explained(what, directory):
         fresh.mkdir()
     try:
         yield fresh
-        with explained(what, directory):
+        with INTERCHANGE.explained(what, directory):
             sync_folder(fresh)
             if directory.is_dir():
                 os.rmdir(directory)  # Some systems cannot rename over an empty folder.
@@ -44,7 +44,7 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
 def check_target(directory: Path, needed_bytes: int) -> None:
     """Raise the errors of `complete_folder` before anything is written."""
     what = f"Cannot write {directory}"
-    with explained(what, directory):
+    with INTERCHANGE.explained(what, directory):
         is_taken = os.path.lexists(directory) and not (
             directory.is_dir() and not any(directory.iterdir())
         )
@@ -57,4 +57,4 @@ def check_target(directory: Path, needed_bytes: int) -> None:
         )
     if free_bytes < needed_bytes:
         found = f"it takes {needed_bytes:,} bytes and {free_bytes:,} are free"
-        raise explain(what, errno.ENOSPC, directory, found)
+        raise INTERCHANGE.error(what, errno.ENOSPC, directory, found)

@@ -8,14 +8,13 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from zinf.core.engine.engine import Engine
-from zinf.core.interchange.failure import explain
 from zinf.core.interchange.names import Names, Terms, named
 from zinf.core.interchange.orbax_export import orbax_names
 from zinf.core.interchange.orbax_leaf import OpenedLeaf, leaf_handlers
 from zinf.core.interchange.place import place
 from zinf.core.interchange.sources import EngineTensors
 from zinf.core.interchange.tensors import AbstractTensors, block_of_chunks
-from zinf.core.memory.storage_error import from_tensorstore
+from zinf.core.memory.storage_error import INTERCHANGE, from_tensorstore
 from zinf.core.program import ArraySpec
 from zinf.core.segment import named_leaves
 from zinf.core.sharding import Box
@@ -84,7 +83,7 @@ class OrbaxTensors(AbstractTensors):
             found = from_tensorstore(what, self._directory, error)
             message = str(error).partition(" [")[0].rstrip(".")
             code, file = found.errno or 0, Path(found.filename)
-            raise explain(what, code, file, message) from error
+            raise INTERCHANGE.error(what, code, file, message) from error
 
 
 def import_orbax(

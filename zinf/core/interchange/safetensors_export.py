@@ -10,7 +10,6 @@ import numpy as np
 from zinf.checkpoint.saved import Saved
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.named import MASTER
-from zinf.core.interchange.failure import explained
 from zinf.core.interchange.folder import complete_folder
 from zinf.core.interchange.header import ordered, write_header
 from zinf.core.interchange.names import Names, named
@@ -20,6 +19,7 @@ from zinf.core.interchange.sources import parameters
 from zinf.core.interchange.tensors import AbstractTensors, boxes, stream
 from zinf.core.memory.nvme import Drive, File
 from zinf.core.memory.nvme.system import sync
+from zinf.core.memory.storage_error import INTERCHANGE
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
 
@@ -155,7 +155,7 @@ def _write(
         for leaf in leaves
         for box in boxes(tensors.specs[leaf].shape, tensors.block(leaf))
     )
-    with explained(what, path):
+    with INTERCHANGE.explained(what, path):
         # Created here with the usual permissions: `File` would make it private to the
         # user, as files of the NVMe tier are.
         path.touch(exist_ok=False)
@@ -166,12 +166,12 @@ def _write(
     def write(leaf: str, _: Box, content: np.ndarray) -> None:
         nonlocal offset
         content = rounded(content, leaves[leaf].dtype, name=leaf)
-        with explained(what, path):
+        with INTERCHANGE.explained(what, path):
             file.write(content, offset)
         offset += content.nbytes
 
     stream(tensors, wanted, write)
-    with explained(what, path):
+    with INTERCHANGE.explained(what, path):
         file.flush(durable=True)
 
 
@@ -180,7 +180,10 @@ def _write_index(path: Path, shards: Sequence[Shard]) -> None:
         "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
         "weight_map": {name: shard.file for shard in shards for name in shard.specs},
     }
-    with explained("Cannot export", path), open(path, "x", encoding="utf-8") as file:
+    with (
+        INTERCHANGE.explained("Cannot export", path),
+        open(path, "x", encoding="utf-8") as file,
+    ):
         json.dump(content, file, indent=2)
         file.flush()
         sync(file.fileno())

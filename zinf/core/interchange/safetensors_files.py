@@ -12,12 +12,12 @@ from typing import Self
 
 import numpy as np
 
-from zinf.core.interchange.failure import explain, explained
 from zinf.core.interchange.header import Stored, read_header
 from zinf.core.interchange.names import listed
 from zinf.core.interchange.tensors import AbstractTensors, first_element
 from zinf.core.memory import aligned_empty
 from zinf.core.memory.chunk import chunk_shape
+from zinf.core.memory.storage_error import INTERCHANGE
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.sharding import Box
 from zinf.core.text.json_text import from_json
@@ -83,12 +83,12 @@ class SafetensorsFiles(AbstractTensors):
         # The lock keeps `seek` and `readinto` together: Windows has no `os.pread`.
         with self._reading:
             while left:
-                with explained(what, path):
+                with INTERCHANGE.explained(what, path):
                     file.seek(start)
                     count = file.readinto(left)
                 if not count:
                     found = f"the file ends at byte {start:,}, within the tensor"
-                    raise explain(what, errno.EIO, path, found)
+                    raise INTERCHANGE.error(what, errno.EIO, path, found)
                 left, start = left[count:], start + count
         return value
 
@@ -114,7 +114,7 @@ class SafetensorsFiles(AbstractTensors):
             self._check_index(indices[0], weights)
 
     def _add(self, path: Path) -> None:
-        with explained("Cannot read the header", path):
+        with INTERCHANGE.explained("Cannot read the header", path):
             # Follow links: the files in Hugging Face's cache are links. Refuse anything
             # but a file: opening a pipe would wait.
             if not stat.S_ISREG(os.stat(path).st_mode):
@@ -140,7 +140,7 @@ class SafetensorsFiles(AbstractTensors):
 
 def read_index(path: Path) -> dict[str, str]:
     """The file name of each tensor; all files are in the folder of the index."""
-    with explained("Cannot read the index", path):
+    with INTERCHANGE.explained("Cannot read the index", path):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_INDEX_BYTES:
             raise ValueError(
