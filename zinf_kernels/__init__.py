@@ -2,8 +2,7 @@
 
 What calls each op:
 
-* `adam`: updates on the host whose code is Adam's (`zinf.core.optim.host.in_place`).
-* `elementwise`: other element-wise updates on the host (`zinf.core.optim.host.looped`).
+* `elementwise`: element-wise updates on the host (`zinf.core.optim.host.looped`).
 * `attention`: attention of all models (`zinf.models.gpt`, `zinf.hf.attention`).
 * `cross_entropy`: the last layer and the loss in tiles (`zinf.tiling.loss`).
 * `tiled_matmul`: the matmuls of tiled layers and MLPs (`zinf.tiling.matmul`), if they
@@ -11,7 +10,3 @@ What calls each op:
 * `quantize`: frozen weights in int8 (`zinf.adapt.blocks`), and parameters that are
   gathered as integers (`zinf.core.sharding.encoding`).
 """
-
-from zinf_kernels.adam import adam_update
-
-__all__ = ["adam_update"]

@@ -77,8 +77,6 @@ class Group:
 # Modules are imported inside functions, by name: contenders run in two interpreters,
 # which have different modules installed.
 def zinf_stepper(group: Group) -> Stepper:
-    if group.transform == "adamw":
-        return adam_stepper(group)
     return host_stepper(group, MASTER, GRADIENT)
 
 
@@ -88,27 +86,6 @@ def optax_stepper(group: Group) -> Stepper:
 
 def optax_each_stepper(group: Group) -> Stepper:
     return donated_each_stepper(group, MASTER, GRADIENT)
-
-
-def adam_stepper(group: Group) -> Stepper:
-    np, kernels = import_module("numpy"), import_module("zinf_kernels")
-    gradient_dtype = import_module("ml_dtypes").bfloat16 if group.is_short else "f4"
-    units, steps = [], 0
-    for n in group.lengths:
-        master, m, v = (np.full(n, x, "f4") for x in (MASTER, 0, 0))
-        gradient = np.full(n, GRADIENT, gradient_dtype)
-        copy = np.zeros(n, gradient_dtype) if group.is_short else None
-        units.append(((master, m, v, gradient), copy))
-    settings = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": WEIGHT_DECAY}
-    settings |= {"learning_rate": LEARNING_RATE, "num_threads": group.threads}
-
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        for arrays, copy in units:
-            kernels.adam_update(*arrays, copy=copy, step=steps, **settings)
-
-    return step, lambda: float(units[0][0][0][0])
 
 
 def reads_stepper(group: Group) -> Stepper:

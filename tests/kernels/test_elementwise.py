@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.refusals import refusals
-from zinf_kernels.arrays import FLOAT32
+from zinf_kernels.arrays import BFLOAT16, FLOAT16, FLOAT32
 from zinf_kernels.elementwise import Operation, Program, elementwise_update
 from zinf_kernels.elementwise.api import EXISTING
 from zinf_kernels.elementwise.bounds import error_bounds
@@ -142,6 +142,35 @@ def test_what_is_below_the_normal_numbers_counts_as_zero(implementation):
     # Afterwards the thread has its small numbers again.
     update(lion(), lion().make(1000), num_threads=1)
     assert np.float32(SMALLEST) * np.float32(0.5) > 0
+
+
+SHORT = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+
+
+def stored_as(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array's elements, stored in an array of this dtype."""
+    program = Program((array.dtype, dtype), 0, (), ((1, 0),))
+    result = np.zeros(len(array), dtype)
+    elementwise_update(program, [array, result], [], implementation="cpu")
+    return result
+
+
+@SHORT
+def test_numbers_are_shortened_as_by_numpy_for_every_kind_of_number(dtype):
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    # In bfloat16: exact, just under, at and just over a tie.
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    wide = (upper[:, None] | lower).reshape(-1).view(np.float32)
+    # No operation flushes the smallest numbers to zero: they are stored as they are.
+    found = stored_as(wide, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert bits([found]) == bits([wide.astype(dtype)])
+
+
+@SHORT
+def test_every_short_number_is_widened_exactly(dtype):
+    short = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    np.testing.assert_array_equal(stored_as(short, FLOAT32), short.astype(np.float32))
 
 
 def test_number_of_threads_and_position_in_memory_change_no_bit():

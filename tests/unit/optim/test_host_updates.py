@@ -11,14 +11,13 @@ import pytest
 
 from tests.marks import slow
 from zinf.core.optim import host_updates
-from zinf.core.optim.host import chunked, in_place, looped
+from zinf.core.optim.host import chunked, looped
 from zinf.core.optim.host.chunked import ChunkedUpdate, chunked_updates
-from zinf.core.optim.host.in_place import InPlaceUpdate, in_place_updates
 from zinf.core.optim.host.looped import LoopedUpdate, looped_updates
 from zinf.core.optim.separate import separate
 from zinf.core.optim.transforms.rules import scale_by_adagrad
 from zinf.core.optim.update import Unit, compile_advance, compile_updates
-from zinf_kernels import adam, elementwise
+from zinf_kernels import elementwise
 from zinf_kernels.elementwise.bounds import error_bounds
 
 NUM_STEPS = 4
@@ -127,12 +126,12 @@ FAST = ("nesterov", "lion", "adamax", "rprop")
 @pytest.mark.parametrize(
     ("updates_of", "name", "dtypes", "path"),
     [
-        (in_place_updates, "adam", "bfloat16", "kernel"),
-        (in_place_updates, "adamw", "float32", "kernel"),
-        (in_place_updates, "hyperparams", "bfloat16", "bias"),
-        (in_place_updates, "scheduled", "float32", "pieces"),
-        (in_place_updates, "short_moment", "accumulated", "kernel"),
-        (in_place_updates, "two_rates", "float32", "bias"),
+        (looped_updates, "adam", "bfloat16", "kernel"),
+        (looped_updates, "adamw", "float32", "kernel"),
+        (looped_updates, "hyperparams", "bfloat16", "bias"),
+        (looped_updates, "scheduled", "float32", "pieces"),
+        (looped_updates, "short_moment", "accumulated", "kernel"),
+        (looped_updates, "two_rates", "float32", "bias"),
         *(case if case[1] in FAST else slow(case) for case in LOOPED),
         (chunked_updates, "adamw", "bfloat16", "kernel"),
         (chunked_updates, "rmsprop", "float32", "pieces"),
@@ -174,19 +173,16 @@ def test_pieces_share_an_executable_and_need_room_for_one_of_them():
 EXPONENTIAL = optax.stateless(lambda g, _: jax.tree.map(jnp.exp, g))
 POWER = optax.stateless(lambda g, _: jax.tree.map(lambda x: x**-2, g))
 SHORT_LION = optax.lion(0.1, mu_dtype=jnp.float16)
-HALF_ADAM = optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, LABELS)
 
 
 @pytest.mark.parametrize(
     ("updates_of", "tx", "unit"),
     [
-        (in_place_updates, optax.adam(0.1), unit_of("kernel", jnp.float16)),
-        (in_place_updates, optax.adam(0.1), unit_of("scale")),
-        (in_place_updates, optax.lion(0.1), unit_of("kernel")),
         (looped_updates, POWER, unit_of("kernel")),
         (looped_updates, optax.lion(0.1), unit_of("kernel", jnp.float16, jnp.float16)),
         (looped_updates, SHORT_LION, unit_of("kernel")),
-        (looped_updates, optax.lion(0.1), unit_of("scale")),
+        (looped_updates, optax.adam(0.1), unit_of("kernel", jnp.float16)),
+        (looped_updates, optax.adam(0.1), unit_of("scale")),
         (chunked_updates, optax.lion(0.1), unit_of("piece")),
         (chunked_updates, optax.lion(0.1), unit_of("kernel", np.float16)),
     ],
@@ -198,9 +194,7 @@ def test_what_has_no_counterpart_is_left_to_its_executable(updates_of, tx, unit)
 @pytest.mark.parametrize(
     ("tx", "path", "way"),
     [
-        (optax.adamw(0.1), "bias", InPlaceUpdate),
-        (HALF_ADAM, "kernel", InPlaceUpdate),
-        (HALF_ADAM, "bias", LoopedUpdate),
+        (optax.adamw(0.1), "bias", LoopedUpdate),
         (optax.lion(0.1), "bias", LoopedUpdate),
         (optax.rmsprop(0.1), "kernel", LoopedUpdate),
         (EXPONENTIAL, "kernel", ChunkedUpdate),
@@ -211,23 +205,6 @@ def test_what_has_no_counterpart_is_left_to_its_executable(updates_of, tx, unit)
 def test_updates_take_the_fastest_way_that_serves(tx, path, way):
     (found,) = host_updates(separate(tx, PARAMS), [unit_of(path)], device=CPU)
     assert type(found) is way
-
-
-@pytest.mark.parametrize("mistake", ["b1", "eps", "learning_rate", "moments"])
-def test_an_update_that_only_looks_like_adam_is_found_out(monkeypatch, mistake):
-    match = in_place.match_adam
-
-    def mistaken(body):
-        form = match(body)
-        if mistake == "moments":
-            return replace(form, m=form.v, v=form.m)
-        number = np.float32(form.scalars[mistake] * np.float32(1.5))
-        return replace(form, scalars={**form.scalars, mistake: number})
-
-    monkeypatch.setattr(in_place, "match_adam", mistaken)
-    separated = separate(optax.adamw(0.1, eps=0.1, weight_decay=0.1), PARAMS)
-    with pytest.warns(RuntimeWarning, match="'kernel' looks like Adam"):
-        assert in_place_updates(separated, [unit_of("kernel")], device=CPU) == [None]
 
 
 def test_a_loop_that_computes_something_else_is_found_out(monkeypatch):
@@ -247,28 +224,20 @@ def test_a_loop_that_computes_something_else_is_found_out(monkeypatch):
         assert looped_updates(separated, [unit_of("kernel")], device=CPU) == [None]
 
 
-@pytest.mark.parametrize(
-    ("updates_of", "name", "kernel"),
-    [
-        (in_place_updates, "hyperparams", adam),
-        (looped_updates, "hyper_lion", elementwise),
-    ],
-)
-def test_all_loops_are_compiled_beforehand(updates_of, name, kernel):
-    """Those with weight decay and without, where the decay is a step value."""
+@pytest.mark.parametrize("name", ["hyperparams", "hyper_lion"])
+def test_all_loops_are_compiled_beforehand(name):
+    """One serves all weight decays, also where the decay is a step value and zero."""
     separated = separate(OPTIMIZERS[name], PARAMS)
     unit = unit_of("bias", jnp.bfloat16, jnp.float16)
-    (update,) = updates_of(separated, [unit], device=CPU)
+    (update,) = looped_updates(separated, [unit], device=CPU)
     update.compile()
-    before = kernel.cpu.compiled.cache_info().misses
+    before = elementwise.cpu.compiled.cache_info().misses
     num_arrays = 1 + len(separated.leaves[unit.leaf].states)
     gradient, copy = np.ones(16, jnp.bfloat16), np.zeros(16, np.float16)
-    for decay in np.float32([0, 0.1]):
-        values = [np.float32(0.5) for _ in separated.step_value_specs]
-        if updates_of is in_place_updates:
-            values[update.form.scalars["weight_decay"]] = decay
+    for value in np.float32([0, 0.5]):
+        values = [value for _ in separated.step_value_specs]
         update(FACTOR, values, gradient, *np.ones((num_arrays, 16), "f"), copy)
-    assert kernel.cpu.compiled.cache_info().misses == before
+    assert elementwise.cpu.compiled.cache_info().misses == before
 
 
 def test_an_unknown_processor_takes_the_way_without_loops(monkeypatch):

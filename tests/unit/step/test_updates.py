@@ -15,7 +15,7 @@ from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.step import updates
 from zinf.core.step.joint import grouped, jointly_and_singly
 from zinf.core.step.shrink import cut
-from zinf_kernels.adam import cpu
+from zinf_kernels.elementwise import cpu
 
 ROWS, COLUMNS = 10, 4
 ROW_BYTES = 4 * COLUMNS
@@ -116,7 +116,7 @@ def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
         steps = found.steps[tier]
         nbytes = sum(steps[u].output_bytes for u in unit.arrays)
         assert nbytes <= found.unit_bytes or len(unit.arrays) == 1
-        # On the host Adam is done in place.
+        # On the host a loop does Adam in place.
         in_place = {found.is_in_place(u, tier) for u in unit.arrays}
         assert in_place == {tier == Tier.HOST}
         spaces = [steps[u].workspace_bytes for u in unit.arrays]

@@ -1,14 +1,20 @@
-"""Compares a program with the executable that it may replace."""
+"""Compares a program with the executable that it may replace, on random numbers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
+from zinf.core.optim.separate import Separated
+from zinf.core.optim.update import Unit, compile_updates
 from zinf_kernels.elementwise import Program, elementwise_update
 from zinf_kernels.elementwise.bounds import error_bounds
 from zinf_kernels.elementwise.contract import contracted
+
+# Enough numbers that a difference shows; compiling takes longer than running on them.
+PROBE_NUMEL = 1000
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,26 @@ class Trial:
         bounds = error_bounds(program, self.arrays, self.scalars)
         triples = zip(found, self.expected, bounds, strict=True)
         return all(_are_close(x, y, 2 * bound) for x, y, bound in triples)
+
+
+def compile_probe(
+    separated: Separated, unit: Unit, *, device: jax.Device
+) -> Callable[..., list[np.ndarray]]:
+    """A unit's update of `PROBE_NUMEL` elements, from and to NumPy arrays.
+
+    It takes `(factor, step_values, gradient, master, *states)`, as `UpdateStep` does.
+    """
+    unit = replace(unit, shape=(PROBE_NUMEL,))
+    (step,) = compile_updates(separated, [unit], device=device).steps
+
+    def execute(
+        factor: np.float32, step_values: Sequence[Any], *arrays: np.ndarray
+    ) -> list[np.ndarray]:
+        # Copies, because the CPU backend would alias NumPy memory that changes later.
+        placed = jax.device_put([x.copy() for x in arrays], device)
+        return [np.asarray(x) for x in step(factor, step_values, *placed)]
+
+    return execute
 
 
 def closest(program: Program, trials: Sequence[Trial]) -> Program:

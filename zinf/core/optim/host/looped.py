@@ -1,8 +1,8 @@
 """Updates in host memory, in place, by a loop generated from the transform.
 
-For optimizers other than Adam: the update's code is translated for `zinf_kernels`,
-which compiles it to one pass over memory. XLA reads and writes as much, but into new
-memory, from where results are copied to the arrays at rest.
+The update's code is translated for `zinf_kernels`, which compiles it to one pass over
+memory. XLA reads and writes as much, but into new memory, from where results are copied
+to the arrays at rest: for them that doubles the traffic, and takes room for both.
 """
 
 import warnings
@@ -14,18 +14,12 @@ import jax
 import numpy as np
 
 from zinf.core.jaxpr import Shared
-from zinf.core.optim.host.agree import Trial, closest
+from zinf.core.optim.host.agree import PROBE_NUMEL, Trial, closest, compile_probe
 from zinf.core.optim.host.host_update import AbstractHostUpdate, flat
-from zinf.core.optim.host.in_place import may_be_in_place
 from zinf.core.optim.host.loop import Loop, loop_of
-from zinf.core.optim.host.probe import (
-    PROBE_NUMEL,
-    compile_probe,
-    normal,
-    random_step_values,
-)
 from zinf.core.optim.separate import Separated
 from zinf.core.optim.update import Unit, copy_dtype_of, step_arguments, update_function
+from zinf_kernels.arrays import FLOAT32
 from zinf_kernels.elementwise import Program, elementwise_update
 from zinf_kernels.processor import is_known_processor
 
@@ -80,7 +74,7 @@ def looped_updates(
     """
     if not is_known_processor():
         return [None] * len(units)
-    leaves = sorted({u.leaf for u in units if may_be_in_place(separated, u)})
+    leaves = sorted({u.leaf for u in units if _may_be_looped(separated, u)})
     probes = separated.bodies([(leaf, (PROBE_NUMEL,)) for leaf in leaves])
     shared = dict(zip(leaves, probes, strict=True))
     loops: dict[Hashable, Loop | None] = {}
@@ -99,6 +93,13 @@ def looped_updates(
         values = leaf.step_values, own.hoisted
         found.append(None if loop is None else LoopedUpdate(loop, *values))
     return found
+
+
+def _may_be_looped(separated: Separated, unit: Unit) -> bool:
+    """Whether the update is element-wise on a float32 master."""
+    leaf = separated.leaves[unit.leaf]
+    # A scalar leaf cannot be probed at another shape, where its scalars stay scalars.
+    return leaf.is_elementwise and leaf.spec.shape != () and leaf.spec.dtype == FLOAT32
 
 
 def _loop(
@@ -135,7 +136,8 @@ def _trials(
     random = np.random.default_rng(0)
     arrays = _random_arrays(update.loop.program, random)
     operands = arrays[: 2 + len(separated.leaves[unit.leaf].states)]
-    values, factor = random_step_values(separated, random), np.float32(0.7)
+    specs, factor = separated.step_value_specs, np.float32(0.7)
+    values = [np.asarray(random.uniform(0.1, 0.9), spec.dtype) for spec in specs]
     trials = []
     for truth in (True, False) if any(x.dtype == bool for x in values) else (True,):
         mine = [np.asarray(truth) if x.dtype == bool else x for x in values]
@@ -150,7 +152,8 @@ def _random_arrays(program: Program, random: np.random.Generator) -> list[np.nda
     Averages of squares are positive, other states are not. Every seventh gradient is
     zero, as for tokens that do not occur, and every fifth state, as initially.
     """
-    gradient, master, *states = (normal(random, 0.3) for _ in program.arrays)
+    shape = len(program.arrays), PROBE_NUMEL
+    gradient, master, *states = (random.standard_normal(shape) * 0.3).astype("f")
     gradient[::7] = 0
     for state in states:
         state[::2] = np.abs(state[::2])

@@ -6,13 +6,12 @@ import jax
 
 from zinf.core.optim.host.chunked import chunked_updates
 from zinf.core.optim.host.host_update import AbstractHostUpdate
-from zinf.core.optim.host.in_place import in_place_updates
 from zinf.core.optim.host.looped import looped_updates
 from zinf.core.optim.separate import Separated
 from zinf.core.optim.update import Unit
 
 # Fastest first.
-WAYS = (in_place_updates, looped_updates, chunked_updates)
+WAYS = (looped_updates, chunked_updates)
 
 
 def host_updates(
