@@ -1,22 +1,14 @@
 """Saves and restores persistent arrays on all tiers."""
 
-import errno
-import os
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from math import inf
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from zinf.checkpoint import bucket
-from zinf.checkpoint.grid import folder_name
+from zinf.checkpoint.bucket.save import ObjectSave
 from zinf.checkpoint.manifest import check_same
-from zinf.checkpoint.parts import commit
 from zinf.checkpoint.place import ObjectFolder, as_place
 from zinf.checkpoint.restore import begin_restore, can_write_rows, stripes_to_restore
 from zinf.checkpoint.save import Barrier, Save
@@ -33,11 +25,7 @@ from zinf.checkpoint.stripes import (
     stripe_bytes,
 )
 from zinf.core.memory.residents import Residents
-from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.program import ArrayId, Tier
-
-# At most so many bytes of a path are Orbax's temporary names and the name of a chunk.
-PATH_REST = 128
 
 
 def write_arrays(
@@ -72,56 +60,22 @@ def write_arrays(
             The space is checked before the first byte is written.
         BudgetExceeded: a tier has no room for the stripes.
     """
-    directory = as_place(directory)
-    if isinstance(directory, ObjectFolder):
-        bucket.write_arrays(directory, residents, scalars, data, barrier=barrier)
-        return
+    place, shares = as_place(directory), shares_of(residents)
+    save = (
+        ObjectSave(place, residents, shares)
+        if isinstance(place, ObjectFolder)
+        else Save(place, residents, shares)
+    )
     is_first = jax.process_index() == 0
     if is_first:
-        claim(directory)
+        save.storage.claim()
     barrier("the folder of a checkpoint is there")
-    save = Save(directory, residents, shares_of(residents))
-    begin(save)
-    finish(save)
+    save.begin()
+    save.finish()
     barrier("all of a checkpoint is written")
     if is_first:
-        commit(directory, save.part, scalars, data, num_processes=jax.process_count())
+        save.commit(scalars, data)
     barrier("a checkpoint is complete")
-
-
-def begin(save: Save) -> None:
-    """Link and hold the arrays, then check that the drive has room for the rest.
-
-    Raises:
-        StorageError: the drive has no room, or an array cannot be linked or held. All
-            holds are released and the folder is deleted.
-    """
-    try:
-        with CHECKPOINT.explained("Cannot begin a checkpoint", save.directory):
-            save.begin()
-        check_space(save.directory, save.snapshot.copied_bytes)
-    except BaseException:
-        save.cancel()
-        remove(save.directory)
-        raise
-
-
-def finish(save: Save) -> None:
-    """Write the files of a save that was begun; on failure, delete its folder."""
-    try:
-        save.finish()
-    except BaseException:
-        remove(save.directory)
-        raise
-
-
-def remove(directory: Path) -> None:
-    """Delete the files of an incomplete checkpoint; ignore files that stay.
-
-    Deleting may fail, for example on a broken drive. The files that stay have no
-    manifest, so they are not taken for a checkpoint.
-    """
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def read_arrays(
@@ -178,62 +132,3 @@ def read_arrays(
         with counted(held, residents, "restoring a checkpoint") as capacity_bytes:
             move(transfers(), capacity_bytes - saved.staging_bytes)
         return saved.scalars
-
-
-def check_space(directory: Path, needed_bytes: int) -> None:
-    """Raise StorageError unless `needed_bytes` are free on the drive of `directory`."""
-    free_bytes = shutil.disk_usage(directory).free
-    if free_bytes < needed_bytes:
-        found = (
-            f"it takes {needed_bytes:,} bytes and {free_bytes:,} are free: "
-            f"{needed_bytes - free_bytes:,} too few"
-        )
-        raise CHECKPOINT.error(
-            "Cannot save a checkpoint", errno.ENOSPC, directory, found
-        )
-
-
-def _longest_names(directory: Path) -> tuple[float, float]:
-    """The most bytes that a name and a path may have in a folder."""
-    if sys.platform != "win32":
-        with CHECKPOINT.explained("Cannot save a checkpoint", directory):
-            name = os.pathconf(directory, "PC_NAME_MAX")
-            return name, os.pathconf(directory, "PC_PATH_MAX")
-    return inf, inf  # Windows cannot say it.
-
-
-def check_names(directory: Path, arrays: Iterable[ArrayId]) -> None:
-    """Raise StorageError if the file system has no room for a name of a checkpoint.
-
-    Args:
-        directory: the folder of a step, which need not exist.
-    """
-    longest_name, longest_path = _longest_names(directory.parent)
-    for array in arrays:
-        folder = folder_name(array)
-        name = max(map(len, folder.split("/")))
-        path = len(os.fsencode(directory)) + len(folder) + PATH_REST
-        found = None
-        if name > longest_name:
-            found = f"a name of {name:,} bytes, and {longest_name:,} are allowed"
-        elif path > longest_path:
-            found = f"a path of {path:,} bytes, and {longest_path:,} are allowed"
-        if found is not None:
-            what = f"Cannot save {array}"
-            code = errno.ENAMETOOLONG
-            raise CHECKPOINT.error(
-                what, code, directory.parent, f"its folder would have {found}"
-            )
-
-
-def claim(directory: Path) -> None:
-    """Make the folder of a checkpoint, or use an empty one that exists."""
-    with CHECKPOINT.explained("Cannot make the folder of a checkpoint", directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(directory.iterdir())
-    if not is_empty:
-        raise FileExistsError(
-            f"{directory} is not empty, and a checkpoint is never overwritten. Name "
-            "another folder, such as one for each step, which "
-            "zinf.checkpoint.Checkpoints does by itself, or delete that one first."
-        )

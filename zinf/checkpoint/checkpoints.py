@@ -156,11 +156,11 @@ class Checkpoints:
     def check_space(self, engine: AbstractSaveable) -> None:
         """Raise StorageError unless the drive has room for all arrays of `engine`."""
         nbytes = sum(spec.nbytes for spec in engine.residents.specs.values())
-        self._keeper.check_space(nbytes)
+        self._keeper.storage.check_space(nbytes)
 
     def check_names(self, engine: AbstractSaveable, last_step: int) -> None:
         """Raise StorageError if the drive takes no name as long as an array's."""
-        self._keeper.check_names(engine.residents.specs, last_step)
+        self._keeper.storage.check_names(str(last_step), engine.residents.specs)
 
     def check(self) -> None:
         """Raise the error of a save that has ended; return at once if one runs."""

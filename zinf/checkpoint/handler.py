@@ -7,11 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
-from zinf.checkpoint.arrays import begin, finish
-from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.share import Share, shares_of
 from zinf.core.memory.residents import Residents
@@ -42,20 +39,20 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         self._args = args
         self.last = save = self._save(Path(directory), args.residents)
         try:
-            begin(save)
+            save.begin()
         except Exception as error:
             # Raise it where Orbax waits for the future. If `async_save` raised, Orbax
             # would stop halfway and the other processes would wait for this one.
             failed: Future[None] = Future()
             failed.set_exception(error)
             return [failed]
-        return [self._worker.submit(with_own_modes(finish), save)]
+        return [self._worker.submit(with_own_modes(save.finish))]
 
     def save(self, directory: PathLike[str], args: "StateSave") -> None:
         self._args = args
         self.last = save = self._save(Path(directory), args.residents)
-        begin(save)
-        finish(save)
+        save.begin()
+        save.finish()
 
     def _save(self, directory: Path, residents: Residents) -> Save:
         if self._shares is None or self._shares[0] is not residents:
@@ -63,13 +60,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         return Save(directory, residents, self._shares[1])
 
     def finalize(self, directory: PathLike[str]) -> None:
-        commit(
-            Path(directory),
-            self.last.part,
-            self._args.scalars,
-            self._args.data,
-            num_processes=jax.process_count(),
-        )
+        self.last.commit(self._args.scalars, self._args.data)
 
     def restore(self, directory: PathLike[str], args: Any) -> None:
         raise NotImplementedError("Checkpoints.restore reads without Orbax")

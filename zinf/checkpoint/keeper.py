@@ -3,7 +3,7 @@
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from zinf.checkpoint.arrays import check_names, check_space
 from zinf.checkpoint.durable import DurableRename
 from zinf.checkpoint.handler import StateHandler, StateSave
 from zinf.checkpoint.incomplete import (
@@ -23,9 +22,9 @@ from zinf.checkpoint.incomplete import (
     marker_of,
 )
 from zinf.checkpoint.save import AbstractSave, Save
+from zinf.checkpoint.storage import AbstractStorage, FolderStorage
 from zinf.core.memory.residents import Residents
 from zinf.core.memory.storage_error import CHECKPOINT
-from zinf.core.program import ArrayId
 
 # Orbax abandons a save after this time. Terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)
@@ -40,12 +39,11 @@ class AbstractKeeper(ABC):
 
     Attributes:
         keep: number of the newest checkpoints to keep.
+        storage: the folder of all checkpoints.
     """
 
-    keep: int
-
-    def __init__(self, keep: int) -> None:
-        self.keep = keep
+    def __init__(self, keep: int, storage: AbstractStorage[Any]) -> None:
+        self.keep, self.storage = keep, storage
         self._own: list[int] = []
         self._best: list[int] = []
 
@@ -93,14 +91,6 @@ class AbstractKeeper(ABC):
         """Wait until the save that runs is complete; raise its error if it fails."""
 
     @abstractmethod
-    def check_space(self, nbytes: int) -> None:
-        """Raise StorageError unless there is room for so many bytes."""
-
-    @abstractmethod
-    def check_names(self, arrays: Iterable[ArrayId], last_step: int) -> None:
-        """Raise StorageError if a name of a file is too long, up to `last_step`."""
-
-    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -119,7 +109,7 @@ class FolderKeeper(AbstractKeeper):
         asynchronous: bool,
         barrier: Callable[[str], None],
     ) -> None:
-        super().__init__(keep)
+        super().__init__(keep, FolderStorage(directory))
         self.directory = directory
         self._saving: int | None = None
         with CHECKPOINT.explained("Cannot make the folder of checkpoints", directory):
@@ -201,12 +191,6 @@ class FolderKeeper(AbstractKeeper):
                 with suppress(OSError):
                     delete_incomplete(self.directory)
             raise
-
-    def check_space(self, nbytes: int) -> None:
-        check_space(self.directory, nbytes)
-
-    def check_names(self, arrays: Iterable[ArrayId], last_step: int) -> None:
-        check_names(self.directory / str(last_step), arrays)
 
     def close(self) -> None:
         try:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from xxhash import xxh3_64_intdigest
 
 from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.place import Place
-from zinf.core.memory.nvme.system import sync, sync_folder
 from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.process.installed import installed_version
 from zinf.core.program import ArrayId, ArraySpec
@@ -71,27 +69,6 @@ class Manifest:
         }
         content["checksum"] = checksum_of(content)
         return json.dumps(content, indent=1).encode()
-
-    def write(self, directory: Path) -> None:
-        """Write the manifest, which is the last file of a checkpoint, and sync it.
-
-        The file is written under another name and renamed, so it is never half there.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        fresh = directory / f"{FILE}.new"
-        try:
-            with open(fresh, "wb") as file:
-                file.write(self.encoded())
-                file.flush()
-                sync(file.fileno())
-            os.replace(fresh, directory / FILE)
-            sync_folder(directory)
-        except OSError as error:
-            raise CHECKPOINT.failure(
-                "Cannot write the manifest", directory, error
-            ) from error
 
 
 # What `engine.get` calls by optax's names.

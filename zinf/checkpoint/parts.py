@@ -3,13 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from zinf.checkpoint.grid import Grid, Index
-from zinf.checkpoint.manifest import Manifest, StoredArray
-from zinf.core.memory.nvme.system import sync, sync_folder
-from zinf.core.memory.storage_error import CHECKPOINT
+from zinf.checkpoint.manifest import StoredArray
 from zinf.core.program import ArrayId
 from zinf.core.text.json_text import from_json
 
@@ -39,44 +35,6 @@ class Part:
             for array, grid in self.grids.items()
         ]
         return json.dumps(content).encode()
-
-    def write(self, directory: Path, process: int) -> None:
-        """Write the grids and checksums to a file, which `commit` reads."""
-        path = directory / part_name(process)
-        try:
-            with open(path, "wb") as file:
-                file.write(self.encoded())
-                file.flush()
-                sync(file.fileno())
-        except OSError as error:
-            raise CHECKPOINT.failure("Cannot save a checkpoint", path, error) from error
-
-
-def commit(
-    directory: Path,
-    part: Part,
-    scalars: Mapping[str, Any],
-    data: Any,
-    *,
-    num_processes: int,
-) -> None:
-    """Merge the parts of all processes and write the manifest.
-
-    Only the first process calls this, after all processes have written their parts.
-
-    Args:
-        part: the part of the first process.
-
-    Raises:
-        StorageError: the manifest cannot be written.
-        RuntimeError: the parts differ in their grids, or a chunk is in none of them.
-    """
-    others = [directory / part_name(process) for process in range(1, num_processes)]
-    arrays = merged(part, {path.name: path.read_bytes() for path in others})
-    Manifest(arrays, dict(scalars), data).write(directory)
-    for path in others:
-        path.unlink()
-    sync_folder(directory)
 
 
 def merged(part: Part, others: Mapping[str, bytes]) -> dict[ArrayId, StoredArray]:

@@ -1,18 +1,21 @@
 """One save: links and holds the arrays at once, and writes them during training."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from zinf.checkpoint.chunk_writer import AbstractWriter, ChunkWriter, RowsWritten
 from zinf.checkpoint.grid import Index
-from zinf.checkpoint.parts import Part
+from zinf.checkpoint.manifest import FILE, Manifest
+from zinf.checkpoint.parts import Part, merged, part_name
 from zinf.checkpoint.share import Share
 from zinf.checkpoint.snapshot import Snapshot
+from zinf.checkpoint.storage import AbstractStorage, FolderStorage
 from zinf.checkpoint.stripes import (
     Finish,
     Transfer,
@@ -24,6 +27,7 @@ from zinf.checkpoint.stripes import (
     stripe_bytes,
 )
 from zinf.core.memory.residents import Residents
+from zinf.core.memory.storage_error import CHECKPOINT
 from zinf.core.program import ArrayId, Tier
 from zinf.core.sharding import intersection, relative
 
@@ -41,7 +45,7 @@ class AbstractSave(ABC):
     thread; when it returns, all files are synced to the drive. At a time, the host has
     at most two stripes of 16 MiB and the device at most one, counted in their ledgers;
     stripes have fewer rows if the budgets leave less. If either fails, all holds are
-    released.
+    released, and what is in the storage is deleted. `commit` completes the checkpoint.
 
     Attributes:
         released: done when no array is held any more. A fused step, which replaces all
@@ -54,23 +58,27 @@ class AbstractSave(ABC):
     # Whether a chunk file can be written in several parts, from stripes of fewer rows.
     writes_parts = False
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, storage: AbstractStorage[Any], snapshot: Snapshot) -> None:
+        self.storage = storage
         self.snapshot, self.residents = snapshot, snapshot.residents
         self.released: Future[None] = Future()
         self.part = Part()
         self.held_bytes = dict.fromkeys((Tier.HOST, Tier.DEVICE), 0)
 
     def begin(self) -> None:
-        """Link or hold every array as it is now.
+        """Link or hold every array as it is now; check that there is room for the rest.
 
         Raises:
-            StorageError: an array was never written, or its last write failed.
-            OSError: a folder or a link cannot be made.
+            StorageError: an array was never written, or its last write failed; a folder
+                or a link cannot be made; or the drive has no room.
         """
         try:
-            self.snapshot.take()
+            with CHECKPOINT.explained("Cannot begin a checkpoint", self.storage.folder):
+                self.snapshot.take()
+            self.storage.check_space(self.snapshot.copied_bytes)
         except BaseException:
             self.cancel()
+            self.storage.clear()
             raise
         left = room(self.residents)
         left[Tier.HOST] //= self.num_copies
@@ -98,9 +106,29 @@ class AbstractSave(ABC):
             finally:
                 writer.close()
             if jax.process_index():
-                self._write_part()
-        finally:
+                name = part_name(jax.process_index())
+                self.storage.put(name, self.part.encoded()).result()
+        except BaseException:
             self.cancel()
+            self.storage.clear()
+            raise
+        self.cancel()
+
+    def commit(self, scalars: Mapping[str, Any], data: Any) -> None:
+        """Merge the parts of all processes and write the manifest.
+
+        Only the first process calls this, after all processes have finished theirs.
+
+        Raises:
+            StorageError: the manifest cannot be written.
+            RuntimeError: the parts differ in their grids, or a chunk is in none.
+        """
+        others = [part_name(process) for process in range(1, jax.process_count())]
+        parts = {name: self.storage.get(name) for name in others}
+        manifest = Manifest(merged(self.part, parts), dict(scalars), data)
+        # The parts go first: what follows the manifest might not be done.
+        self.storage.delete(others)
+        self.storage.put(FILE, manifest.encoded()).result()
 
     def cancel(self) -> None:
         """Release all holds and delete the links that were not moved."""
@@ -110,10 +138,6 @@ class AbstractSave(ABC):
 
     @abstractmethod
     def _open_writer(self) -> AbstractWriter: ...
-
-    @abstractmethod
-    def _write_part(self) -> None:
-        """Write what `merged` needs of this process, which is not the first."""
 
     def _write(self, writer: AbstractWriter) -> None:
         """Write the held stripes first, since updates wait for them; then the rest."""
@@ -167,18 +191,16 @@ class AbstractSave(ABC):
 
 
 class Save(AbstractSave):
-    """A save in a folder of a file system, which `commit` completes."""
+    """A save in a folder of a file system."""
 
     writes_parts = True
 
     def __init__(
         self, directory: Path, residents: Residents, shares: Sequence[Share]
     ) -> None:
-        super().__init__(Snapshot(directory, residents, shares))
+        storage = FolderStorage(directory)
+        super().__init__(storage, Snapshot(directory, residents, shares))
         self.directory = directory
 
     def _open_writer(self) -> ChunkWriter:
         return ChunkWriter(self.directory)
-
-    def _write_part(self) -> None:
-        self.part.write(self.directory, jax.process_index())

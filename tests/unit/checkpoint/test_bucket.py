@@ -124,7 +124,7 @@ def test_a_save_that_is_cut_short_is_no_checkpoint(
             return put(self, name, content)
 
         monkeypatch.setattr(Store, "put", dies)
-        monkeypatch.setattr(ObjectSave, "remove", lambda self: None)
+        monkeypatch.setattr(Store, "clear", lambda self: None)
         advance(engine, 2)
         checkpoints.save(2, engine)
         with pytest.raises(Died):

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from tests.unit.checkpoint.cases import ARRAYS, EMBED, layouts_of
-from zinf.checkpoint.arrays import begin, finish
-from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import shares_of
@@ -27,15 +25,15 @@ CONTENT = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
 
 
 def committed(save: Save) -> Saved:
-    finish(save)
-    commit(save.directory, save.part, {}, None, num_processes=1)
+    save.finish()
+    save.commit({}, None)
     return Saved(save.directory)
 
 
 def started(directory: Path, residents: Residents) -> Save:
     directory.mkdir()
     save = Save(directory, residents, shares_of(residents))
-    begin(save)
+    save.begin()
     return save
 
 
@@ -95,7 +93,7 @@ def test_a_failed_save_holds_nothing_and_leaves_nothing(
 
     monkeypatch.setattr("zinf.checkpoint.chunk_writer._write", full)
     with pytest.raises(StorageError, match="No space left on device. Free space"):
-        finish(save)
+        save.finish()
     assert not save.directory.exists()
     for array, value in ARRAYS.items():
         residents.write(array, value.copy())
@@ -180,12 +178,12 @@ def test_a_linked_file_that_is_not_what_was_written_fails_the_save(coverage, tmp
     save = started(tmp_path / "saved", residents)
     if coverage == "sampled":
         with pytest.raises(StorageError, match="not what was written"):
-            finish(save)
+            save.finish()
     elif coverage == "full":
         # Its sum is known, and so is not read again: loading finds it.
         with committed(save) as saved:
             (damage,) = saved.verify()
             assert damage.array == LARGE
     else:
-        finish(save)
+        save.finish()
     stores.close()

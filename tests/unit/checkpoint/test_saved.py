@@ -212,7 +212,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path):
         name: StoredArray(grids[name], 2**64 - 1, (7, 0)),
         scale: StoredArray(grids[scale], 0, (3,)),
     }
-    Manifest(arrays, SCALARS, [1]).write(tmp_path)
+    (tmp_path / FILE).write_bytes(Manifest(arrays, SCALARS, [1]).encoded())
     assert read_manifest(tmp_path) == Manifest(arrays, SCALARS, [1])
 
 

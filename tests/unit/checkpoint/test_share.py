@@ -15,7 +15,6 @@ import pytest
 from tests.unit.checkpoint.cases import specs_of
 from zinf.checkpoint import read_arrays
 from zinf.checkpoint.grid import Index
-from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import shares_of
@@ -140,7 +139,9 @@ def saved(request, tmp_path_factory):
             assert ("rows of awkward blocks" in linked) == (count == 1)
             assert "rows of blocks" in linked
         residents.stores.close()
-    commit(directory, saves[0].part, {}, None, num_processes=count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: count)
+        saves[0].commit({}, None)
     return directory, arrays
 
 

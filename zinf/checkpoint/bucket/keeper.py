@@ -1,14 +1,14 @@
 """The checkpoints of a run in object storage; only the newest few are kept."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import jax
 
-from zinf.checkpoint.bucket.save import ObjectSave, commit
+from zinf.checkpoint.bucket.save import ObjectSave
 from zinf.checkpoint.bucket.store import Store, contents
 from zinf.checkpoint.incomplete import ITEM, MARKER
 from zinf.checkpoint.keeper import AbstractKeeper
@@ -18,7 +18,6 @@ from zinf.checkpoint.share import shares_of
 from zinf.core.memory import StorageError
 from zinf.core.memory.residents import Residents
 from zinf.core.process.jax_modes import with_own_modes
-from zinf.core.program import ArrayId
 
 MARK = b'{"written_by": "zinf"}\n'
 logger = logging.getLogger(__name__)
@@ -39,10 +38,10 @@ class ObjectKeeper(AbstractKeeper):
         asynchronous: bool,
         barrier: Callable[[str], None],
     ) -> None:
-        super().__init__(keep)
+        self._store = Store(folder)
+        super().__init__(keep, self._store)
         self.folder, self.asynchronous = folder, asynchronous
         self._barrier = barrier
-        self._store = Store(folder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zinf-checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
         names = self._store.names(is_first=True)
@@ -88,12 +87,6 @@ class ObjectKeeper(AbstractKeeper):
             finally:
                 self._saving = None
 
-    def check_space(self, nbytes: int) -> None:
-        """There is no limit to ask for."""
-
-    def check_names(self, arrays: Iterable[ArrayId], last_step: int) -> None:
-        """Keys of objects are not checked: their limit is the service's."""
-
     def close(self) -> None:
         try:
             self.wait()
@@ -110,7 +103,6 @@ class ObjectKeeper(AbstractKeeper):
             save.finish()
         except BaseException:
             save.cancel()
-            save.remove()
             with suppress(StorageError):
                 # The marker goes last: what stays is still known as zinf's.
                 if is_first and not self._store.names(f"{step}/{ITEM}/"):
@@ -118,7 +110,7 @@ class ObjectKeeper(AbstractKeeper):
             raise
         self._barrier("all of a checkpoint is written")
         if jax.process_index() == 0:
-            commit(save, scalars, data)
+            save.commit(scalars, data)
         self._barrier("a checkpoint is complete")
         old = self._rotate(step)
         self._steps = sorted({*self._steps, step} - {*old})

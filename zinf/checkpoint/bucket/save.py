@@ -1,25 +1,19 @@
 """One save in object storage: uploads, and the manifest as the last of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
-import jax
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from zinf.checkpoint.bucket.store import PROMPT, Put, Store
+from zinf.checkpoint.bucket.store import Put, Store
 from zinf.checkpoint.chunk_writer import AbstractWriter, padded
 from zinf.checkpoint.grid import Grid, Index, chunk_name, folder_name
-from zinf.checkpoint.manifest import FILE, Manifest
-from zinf.checkpoint.parts import merged, part_name
 from zinf.checkpoint.place import ObjectFolder
-from zinf.checkpoint.save import AbstractSave, Barrier
-from zinf.checkpoint.share import Share, shares_of
+from zinf.checkpoint.save import AbstractSave
+from zinf.checkpoint.share import Share
 from zinf.checkpoint.snapshot import Linked, Snapshot
 from zinf.checkpoint.stripes import Finish, Transfer, counted, move
-from zinf.core.memory import StorageError
 from zinf.core.memory.residents import Residents
 from zinf.core.memory.zarr_format import METADATA, zarr_json
 from zinf.core.program import ArrayId, Tier
@@ -91,28 +85,16 @@ class ObjectSave(AbstractSave):
     def __init__(
         self, folder: ObjectFolder, residents: Residents, shares: Sequence[Share]
     ) -> None:
-        super().__init__(Snapshot(None, residents, shares))
-        self.folder, self.store = folder, Store(folder)
+        self.store = Store(folder)
+        super().__init__(self.store, Snapshot(None, residents, shares))
 
     def begin(self) -> None:
         super().begin()
         linked_bytes = self._linked_bytes()
         self.held_bytes[Tier.HOST] = max(self.held_bytes[Tier.HOST], linked_bytes)
 
-    def remove(self) -> None:
-        """Delete what was uploaded, if the storage can still be reached.
-
-        What stays has no manifest, so it is not taken for a checkpoint.
-        """
-        with suppress(StorageError):
-            hasty = Store(self.folder, PROMPT)
-            hasty.delete(hasty.names())
-
     def _open_writer(self) -> ObjectWriter:
         return ObjectWriter(self.store)
-
-    def _write_part(self) -> None:
-        self.store.put(part_name(jax.process_index()), self.part.encoded()).result()
 
     def _adopt(self, writer: AbstractWriter) -> None:
         held = {Tier.HOST: self._linked_bytes()}
@@ -137,51 +119,3 @@ class ObjectSave(AbstractSave):
         sizes = [linked.share.grid.chunk_bytes for linked in self.snapshot.linked]
         count = min(NUM_LINKED_AT_ONCE, len(sizes))
         return NUM_COPIES * count * max(sizes, default=0)
-
-
-def commit(save: ObjectSave, scalars: Mapping[str, Any], data: Any) -> None:
-    """Merge the parts of all processes and write the manifest, which completes a save.
-
-    Only the first process calls this, after all processes have finished theirs.
-    """
-    others = [part_name(process) for process in range(1, jax.process_count())]
-    parts = {name: save.store.get(name) for name in others}
-    manifest = Manifest(merged(save.part, parts), dict(scalars), data)
-    # The parts go first: what follows the manifest might not be done.
-    save.store.delete(others)
-    save.store.put(FILE, manifest.encoded()).result()
-
-
-def write_arrays(
-    folder: ObjectFolder,
-    residents: Residents,
-    scalars: Mapping[str, Any],
-    data: Any,
-    *,
-    barrier: Barrier,
-) -> None:
-    """`zinf.checkpoint.write_arrays` for object storage.
-
-    Raises:
-        FileExistsError: there are objects below the folder.
-        StorageError: an object cannot be written.
-    """
-    is_first = jax.process_index() == 0
-    save = ObjectSave(folder, residents, shares_of(residents))
-    if is_first and save.store.names(is_first=True):
-        raise FileExistsError(
-            f"{folder} is not empty, and a checkpoint is never overwritten. Name "
-            "another folder, such as one for each step, which "
-            "zinf.checkpoint.Checkpoints does by itself, or delete that one first."
-        )
-    barrier("the folder of a checkpoint is there")
-    save.begin()
-    try:
-        save.finish()
-    except BaseException:
-        save.remove()
-        raise
-    barrier("all of a checkpoint is written")
-    if is_first:
-        commit(save, scalars, data)
-    barrier("a checkpoint is complete")

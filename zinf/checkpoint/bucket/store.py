@@ -4,12 +4,14 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import tensorstore as ts
 
 from zinf.checkpoint.place import ObjectFolder
+from zinf.checkpoint.storage import AbstractStorage
 from zinf.core.memory.storage_error import StorageError
 
 # Seconds that requests are tried again, about: 4 minutes for the bytes of a save, so
@@ -35,14 +37,12 @@ CREDENTIALS = {
 }
 
 
-class Store:
+class Store(AbstractStorage[ObjectFolder]):
     """The objects below a folder, by names with slashes.
 
     Reads no file of credentials itself: TensorStore takes them as other programs of the
     provider do. For s3, AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL names another server
     than Amazon's, and AWS_REGION or AWS_DEFAULT_REGION the region.
-
-    Every method raises StorageError, with advice, if a request fails for good.
     """
 
     def __init__(
@@ -104,6 +104,14 @@ class Store:
                     future.result()
             except ValueError as error:
                 raise self.failure(what, error) from error
+
+    def is_empty(self) -> bool:
+        return not self.names(is_first=True)
+
+    def clear(self) -> None:
+        with suppress(StorageError):
+            hasty = Store(self.folder, PROMPT)
+            hasty.delete(hasty.names())
 
     def failure(self, what: str, error: Exception) -> StorageError:
         """A StorageError for an error of TensorStore."""

@@ -41,7 +41,7 @@ class Advice:
         return StorageError(code, f"{what}: {found}. {advice}", str(path))
 
     def from_os_error(
-        self, what: str, path: Path, error: OSError, *, place: str = ""
+        self, what: str, path: Any, error: OSError, *, place: str = ""
     ) -> StorageError:
         """A StorageError for an error of the system, at `place` in the file."""
         is_late = isinstance(error, TimeoutError)
@@ -49,12 +49,12 @@ class Advice:
         found = os.strerror(code)
         return self.error(what, code, path, f"{found}, {place}" if place else found)
 
-    def failure(self, what: str, path: Path, error: OSError) -> StorageError:
+    def failure(self, what: str, path: Any, error: OSError) -> StorageError:
         """The same, about the file that the error names, or `path` if it names none."""
-        return self.from_os_error(what, Path(error.filename or path), error)
+        return self.from_os_error(what, error.filename or path, error)
 
     @contextmanager
-    def explained(self, what: str, path: Path) -> Generator[None, None, None]:
+    def explained(self, what: str, path: Any) -> Generator[None, None, None]:
         """Turns an OSError into a StorageError."""
         try:
             yield
