@@ -5,28 +5,26 @@ depends on the batch, and whether it is a parameter, perhaps cast, transposed or
 reshaped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zinf.adapt.view import (
+from zinf.core.jaxpr.compat import open_jaxpr
+from zinf.core.jaxpr.dims import (
+    ELEMENTWISE,
     Dims,
     Shape,
-    broadcast,
+    factors,
+    having,
     own_dims,
-    reshaped,
-    transposed,
     union,
-    without,
+    viewed,
 )
-from zinf.core.jaxpr.compat import Literal, open_jaxpr, scan_arity
-from zinf.core.jaxpr.emit import CALLS
-from zinf.core.jaxpr.primitives import CUSTOM, ELEMENTWISE, REMAT
+from zinf.core.jaxpr.walk import Follower
 
-CASTS = {"convert_element_type", "copy", "copy_p"}
 # What is computed from the scores of a choice along their last dim: a softmax begins
 # with their largest entry.
-CHOICES = {"reduce_max", "argmax", "top_k", "approx_top_k", "sort"}
+CHOICES = having("choice")
 
 
 @dataclass(frozen=True)
@@ -106,46 +104,34 @@ def find_contractions(closed: Any, shapes: Mapping[str, Shape]) -> Found:
     return finder.found
 
 
-class _Finder:
+class _Finder(Follower[Fact]):
+    nothing = Fact()
+
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.shapes = shapes
         self.found = Found()
 
-    def walk(self, closed: Any, facts: Sequence[Fact]) -> list[Fact]:
-        jaxpr, _ = open_jaxpr(closed)
-        known = dict(zip(jaxpr.invars, facts, strict=True))
+    def meet(self, first: Fact, second: Fact) -> Fact:
+        return Fact(is_active=first.is_active or second.is_active)
 
-        def fact(atom: Any) -> Fact:
-            return Fact() if isinstance(atom, Literal) else known.get(atom, Fact())
+    def carry(self, fact: Fact) -> Fact:
+        return Fact(is_active=True)
 
-        for equation in jaxpr.eqns:
-            inputs = [fact(a) for a in equation.invars]
-            outputs = self.equation(equation, inputs)
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [fact(a) for a in jaxpr.outvars]
+    def chosen(self, by: Fact, fact: Fact) -> Fact:
+        return self.meet(by, fact)
 
-    def equation(self, equation: Any, facts: list[Fact]) -> list[Fact]:
-        name, params = equation.primitive.name, equation.params
-        if name in CALLS:
-            return self.walk(params.get("jaxpr", params.get("call_jaxpr")), facts)
-        if name in REMAT:
-            return self.walk(params["jaxpr"], facts)
-        if name in CUSTOM:
-            return self.walk(params["call_jaxpr"], facts)
-        if name == "scan":
-            return self.scan(equation, facts)
-        if name == "while":
-            count = params["cond_nconsts"], params["body_nconsts"]
-            carry = [f.value for f in facts[sum(count) :]]
-            self.walk(params["body_jaxpr"], [*facts[count[0] : sum(count)], *carry])
-            return self.plain(equation, facts)
-        if name == "cond":
-            branches = [self.walk(b, facts[1:]) for b in params["branches"]]
-            is_active = facts[0].is_active
-            return [
-                Fact(is_active=is_active or any(f.is_active for f in outs))
-                for outs in zip(*branches, strict=True)
-            ]
+    def row(self, equation: Any, fact: Fact) -> Fact:
+        if fact.path is None or not is_whole(
+            fact.dims, self.shapes[fact.path], fact.taken
+        ):
+            return fact.value
+        return replace(fact, taken=fact.taken + 1, dims=fact.dims[1:])
+
+    def stack(self, equation: Any, fact: Fact) -> Fact:
+        return fact.value
+
+    def visit(self, equation: Any, facts: list[Fact]) -> list[Fact]:
+        name = equation.primitive.name
         if len(facts) > 0 and facts[0].path is not None and len(equation.outvars) == 1:
             viewed = self.view(equation, facts)
             if viewed is not None:
@@ -188,30 +174,13 @@ class _Finder:
         fact = facts[0]
         assert fact.path is not None
         shape = self.shapes[fact.path]
-        old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        dims = viewed_dims(equation, fact.dims, shape, old, new)
+        dims = viewed(equation, fact.dims, shape)
         if dims is not None:
             return replace(fact, dims=dims)
         if is_row(equation) and is_whole(fact.dims, shape, fact.taken):
             # The dim stays, with size 1, until it is squeezed.
             return replace(fact, taken=fact.taken + 1, dims=((), *fact.dims[1:]))
         return None
-
-    def scan(self, equation: Any, facts: list[Fact]) -> list[Fact]:
-        num_consts, num_carry = scan_arity(equation)
-        first = num_consts + num_carry
-        rows = []
-        for fact in facts[first:]:
-            if fact.path is not None and is_whole(
-                fact.dims, self.shapes[fact.path], fact.taken
-            ):
-                rows.append(replace(fact, taken=fact.taken + 1, dims=fact.dims[1:]))
-            else:
-                rows.append(fact.value)
-        carry = [Fact(is_active=True)] * num_carry
-        given = [*facts[:num_consts], *carry, *rows]
-        outputs = self.walk(equation.params["jaxpr"], given)
-        return [f.value for f in outputs]
 
     def dot(self, equation: Any, facts: list[Fact]) -> Fact:
         contract, batch = equation.params["dimension_numbers"]
@@ -269,32 +238,6 @@ class _Finder:
         self.found.contractions.setdefault(fact.path, found)
 
 
-def viewed_dims(
-    equation: Any, dims: Dims, shape: Shape, old: Shape, new: Shape
-) -> Dims | None:
-    """The dims of a parameter's value after an equation that only shows it otherwise.
-
-    None for any other equation.
-
-    Args:
-        shape, old, new: of the parameter, and of the value before and after.
-    """
-    name, params = equation.primitive.name, equation.params
-    if name in CASTS:
-        return dims
-    if name == "transpose":
-        return transposed(dims, params["permutation"])
-    if name == "reshape" and params["dimensions"] is None:
-        return reshaped(dims, shape, new)
-    if name == "squeeze":
-        return without(dims, params["dimensions"])
-    if name == "expand_dims":
-        return reshaped(dims, shape, new)
-    if name == "broadcast_in_dim" and len(equation.invars) == 1:
-        return broadcast(dims, old, new, params["broadcast_dimensions"])
-    return None
-
-
 def is_whole(dims: Dims, shape: Shape, taken: int) -> bool:
     """Whether a value is a parameter, or a row of it, that was only cast."""
     return dims == own_dims(shape)[taken:]
@@ -312,14 +255,10 @@ def is_row(equation: Any) -> bool:
 
 def reduces_last_dim(equation: Any) -> bool:
     """Whether a reduction or a sort is along the last dim of its first input."""
-    last = len(equation.invars[0].aval.shape) - 1
-    params = equation.params
-    if "axes" in params:
-        return last in params["axes"]
-    for key in ("dimension", "reduction_dimension", "axis"):
-        if key in params:
-            return params[key] in (last, -1)
-    return True
+    last = equation.invars[0].aval.ndim - 1
+    return not any(
+        f.operands.get(0) == last and f.result is not None for f in factors(equation)
+    )
 
 
 def _has_last_dim(old: Shape, new: Shape) -> bool:

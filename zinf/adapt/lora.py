@@ -334,7 +334,7 @@ class AdaptedFunction:
         key = jax.random.fold_in(rest[-1], SALT) if has_dropout else None
         rewriter = Rewriter(self.dropout, key)
         arguments = [*values.values(), *jax.tree.leaves(given)]
-        found = rewriter.results(closed, arguments)
+        found = rewriter.arrays(closed, arguments)
         return jax.tree.unflatten(jax.tree.structure(result), found)
 
 

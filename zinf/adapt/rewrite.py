@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zinf.adapt.contraction import CASTS, is_row, viewed_dims
-from zinf.adapt.view import union
+from zinf.adapt.contraction import is_row
 from zinf.adapt.weight import (
     LORA_A,
     LORA_B,
@@ -30,19 +29,11 @@ from zinf.adapt.weight import (
     scaled,
     step,
 )
-from zinf.core.jaxpr.compat import (
-    Literal,
-    build_jaxpr,
-    evaluate,
-    fresh,
-    open_jaxpr,
-    scan_arity,
-)
-from zinf.core.jaxpr.emit import CALLS
-from zinf.core.jaxpr.primitives import REMAT
+from zinf.core.jaxpr.dims import CASTS, union, viewed
+from zinf.core.jaxpr.walk import Evaluator, apply, with_dtype
 
 
-class Rewriter:
+class Rewriter(Evaluator):
     """Evaluates jaxprs on values of which some are `Weight`s.
 
     Args:
@@ -54,112 +45,41 @@ class Rewriter:
         self.dropout, self.key = dropout, key
         self.num_sites = 0
 
-    def call(self, closed: Any, values: Sequence[Any]) -> list[Any]:
-        """The outputs of a jaxpr."""
-        jaxpr, consts = open_jaxpr(closed)
-        known = dict(zip(jaxpr.constvars, consts, strict=True))
-        known.update(zip(jaxpr.invars, values, strict=True))
+    def stands_for_array(self, value: Any) -> bool:
+        return isinstance(value, Weight)
 
-        def value(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else known[atom]
+    def as_array(self, value: Any) -> Any:
+        """A weight merged; any other value itself."""
+        return merged_view(value) if isinstance(value, Weight) else value
 
-        for equation in jaxpr.eqns:
-            inputs = [value(a) for a in equation.invars]
-            if any(isinstance(x, Weight) for x in inputs):
-                outputs = self.equation(equation, inputs)
-            else:
-                outputs = apply(equation, inputs)
-            known.update(zip(equation.outvars, outputs, strict=True))
-        return [a.val if isinstance(a, Literal) else known[a] for a in jaxpr.outvars]
+    def as_rows(self, value: Any) -> Any:
+        """A stacked weight, of which each row is a weight."""
+        if not isinstance(value, Weight):
+            return value
+        if not value.is_row or value.taken == value.target.contraction.stack:
+            return self.as_array(value)
+        taken = value.taken + 1
+        return replace(value, taken=taken, dims=value.dims[1:], steps=value.casts)
 
-    def results(self, closed: Any, values: Sequence[Any]) -> list[Any]:
-        """The outputs of a jaxpr as arrays of their own dtypes."""
-        jaxpr, _ = open_jaxpr(closed)
-        found = [as_array(x) for x in self.call(closed, values)]
-        return [
-            jnp.asarray(x, dtype=a.aval.dtype) if isinstance(a, Literal) else x
-            for a, x in zip(jaxpr.outvars, found, strict=True)
-        ]
-
-    def equation(self, equation: Any, values: list[Any]) -> list[Any]:
-        name, params = equation.primitive.name, equation.params
-        if name in CALLS:
-            inner = params.get("jaxpr", params.get("call_jaxpr"))
-            return self.call(inner, _without_literals(values))
-        if name in REMAT:
-            return self.remat(equation, _without_literals(values))
-        if name == "scan":
-            return self.scan(equation, _without_literals(values))
-        if name == "while":
-            return self.loop(equation, _without_literals(values))
-        if name == "cond":
-            index, *rest = _without_literals(values)
-            branches = [
-                lambda *given, branch=branch: self.results(branch, given)
-                for branch in params["branches"]
-            ]
-            return lax.switch(as_array(index), branches, *rest)
+    def visit(self, equation: Any, values: list[Any]) -> list[Any]:
+        name, result = equation.primitive.name, None
         if isinstance(values[0], Weight):
-            viewed = view(equation, values)
-            if viewed is not None:
-                return [viewed]
+            result = view(equation, values)
         if name == "dot_general" and sum(isinstance(x, Weight) for x in values) == 1:
-            found = self.dot(equation, values)
-            if found is not None:
-                return [found]
+            result = self.dot(equation, values)
         if name == "ragged_dot_general" and isinstance(values[1], Weight):
-            found = self.ragged_dot(equation, values)
-            if found is not None:
-                return [found]
-        return apply(equation, [as_array(x) for x in values])
-
-    def remat(self, equation: Any, values: list[Any]) -> list[Any]:
-        params = equation.params
-        function = jax.checkpoint(
-            lambda *given: self.results(params["jaxpr"], given),
-            prevent_cse=params["prevent_cse"],
-            policy=params["policy"],
-        )
-        return function(*values)
-
-    def scan(self, equation: Any, values: list[Any]) -> list[Any]:
-        num_consts, num_carry = scan_arity(equation)
-        first = num_consts + num_carry
-        consts = values[:num_consts]
-        carry = [as_array(x) for x in values[num_consts:first]]
-        rows = [_as_rows(x) for x in values[first:]]
-        params = equation.params
-
-        def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            found = self.results(params["jaxpr"], [*consts, *carry, *rows])
-            return found[:num_carry], found[num_carry:]
-
-        after, stacks = lax.scan(
-            body,
-            carry,
-            rows,
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params.get("unroll", 1),
-        )
-        return [*after, *stacks]
-
-    def loop(self, equation: Any, values: list[Any]) -> list[Any]:
-        params = equation.params
-        num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
-        test = values[:num_test]
-        consts = values[num_test : num_test + num_body]
-        carry = [as_array(x) for x in values[num_test + num_body :]]
-        return lax.while_loop(
-            lambda c: self.results(params["cond_jaxpr"], [*test, *c])[0],
-            lambda c: self.results(params["body_jaxpr"], [*consts, *c]),
-            carry,
-        )
+            result = self.ragged_dot(equation, values)
+        if result is None:
+            return apply(equation, [self.as_array(x) for x in values])
+        return [result]
 
     def dot(self, equation: Any, values: list[Any]) -> Any:
         """The product with a weight and its factors; None if they do not fit it."""
         side = 0 if isinstance(values[0], Weight) else 1
-        weight, x = values[side], self.dropped(_array(values[1 - side]), values[side])
+        weight, x = (
+            values[side],
+            self.dropped(with_dtype(values[1 - side]), values[side]),
+        )
         contract, batch = equation.params["dimension_numbers"]
         fit = factors(weight, batch[side], contract[side])
         if fit is None:
@@ -203,7 +123,7 @@ class Rewriter:
         if fit is None:
             return None
         forward = apply(equation, _replaced(values, 1, frozen_view(weight)))[0]
-        x = self.dropped(_array(x), weight)
+        x = self.dropped(with_dtype(x), weight)
         same = {"precision": equation.params["precision"]}
         thin = lax.ragged_dot_general(x, fit.first, values[2], numbers, **same)
         numbers = lax.RaggedDotDimensionNumbers(
@@ -304,11 +224,11 @@ def view(equation: Any, values: list[Any]) -> Weight | None:
     """The weight after an equation that only shows it otherwise, else None."""
     weight: Weight = values[0]
     target, name = weight.target, equation.primitive.name
-    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    new = equation.outvars[0].aval.shape
     dtype = str(equation.outvars[0].aval.dtype)
     if not jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
         return None
-    dims = viewed_dims(equation, weight.dims, target.shape, old, new)
+    dims = viewed(equation, weight.dims, target.shape)
     if dims is not None:
         if name in CASTS:
             return step(weight, "cast", dtype, dims, dtype)
@@ -324,50 +244,13 @@ def view(equation: Any, values: list[Any]) -> Weight | None:
     return None
 
 
-def as_array(value: Any) -> Any:
-    """A weight merged; any other value itself."""
-    return merged_view(value) if isinstance(value, Weight) else value
-
-
-def apply(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """The outputs of one equation."""
-    given = {
-        v: x
-        for v, x in zip(equation.invars, values, strict=True)
-        if not isinstance(v, Literal)
-    }
-    outvars = [fresh(v.aval) for v in equation.outvars]
-    jaxpr = build_jaxpr(tuple(given), outvars, [equation.replace(outvars=outvars)])
-    return evaluate(jaxpr, tuple(given.values()))
-
-
 def _row(equation: Any, part: Any, starts: Sequence[Any]) -> Any:
     """The row of a part that an equation takes of the weight."""
     if equation.primitive.name == "slice":
         start = equation.params["start_indices"][0]
         return lax.squeeze(lax.slice_in_dim(part, start, start + 1), (0,))
-    return lax.dynamic_index_in_dim(part, _array(starts[0]), keepdims=False)
-
-
-def _as_rows(value: Any) -> Any:
-    """What a scan takes rows of: a stacked weight, of which each row is a weight."""
-    if not isinstance(value, Weight):
-        return value
-    if not value.is_row or value.taken == value.target.contraction.stack:
-        return as_array(value)
-    taken = value.taken + 1
-    return replace(value, taken=taken, dims=value.dims[1:], steps=value.casts)
+    return lax.dynamic_index_in_dim(part, with_dtype(starts[0]), keepdims=False)
 
 
 def _replaced(values: Sequence[Any], place: int, value: Any) -> list[Any]:
     return [value if i == place else x for i, x in enumerate(values)]
-
-
-def _without_literals(values: Sequence[Any]) -> list[Any]:
-    return [_array(x) if isinstance(x, Literal) else x for x in values]
-
-
-def _array(value: Any) -> Any:
-    if isinstance(value, Literal):
-        return jnp.asarray(value.val, dtype=value.aval.dtype)
-    return value

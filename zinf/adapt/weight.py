@@ -16,7 +16,7 @@ from jax import lax
 
 from zinf.adapt.blocks import Encoding
 from zinf.adapt.contraction import Contraction
-from zinf.adapt.view import Dims, Shape, own_dims
+from zinf.core.jaxpr.dims import Dims, Shape, own_dims
 
 WEIGHT, LORA_A, LORA_B = "weight", "lora_A", "lora_B"
 MAGNITUDE = "lora_magnitude_vector"

@@ -2,14 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 from flax import nnx
 from jax import lax
 
 from tests.equivalence.programs import GPT_INIT, GPT_LOSS, TOKENS
 from tests.unit.adapt.small import BATCH, DIM, normal
 from zinf.adapt.contraction import Contraction, find_contractions
-from zinf.adapt.view import broadcast, reshaped
 from zinf.core.segment import named_leaves
 
 
@@ -86,22 +84,3 @@ def test_a_product_of_two_parameters_is_no_linear_layer():
         return jnp.mean(batch["x"] * jnp.sum(params["a"] @ params["b"]))
 
     assert not found(loss, {"a": normal(0, 4, 4), "b": normal(1, 4, 4)}).contractions
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (((0,), (1, 2)), (4, 3, 2), ((0,), (1,), (2,))),
-        (((0,), (1,), (2,)), (12, 2), ((0, 1), (2,))),
-        (((0,), (1,), (2,)), (4, 1, 6), ((0,), (), (1, 2))),
-        (((0,), (1,), (2,)), (2, 12), None),  # cuts the first dim
-        (((0,), (1,), (2,)), (24,), ((0, 1, 2),)),
-    ],
-)
-def test_dims_are_followed_through_reshapes(old, new, expected):
-    assert reshaped(old, (4, 3, 2), new) == expected
-
-
-def test_a_repeated_entry_is_not_followed():
-    assert broadcast(((0,),), (4,), (1, 4), (1,)) == ((), (0,))
-    assert broadcast(((0,),), (4,), (2, 4), (1,)) is None

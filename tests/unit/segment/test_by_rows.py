@@ -11,7 +11,7 @@ import pytest
 
 from zinf.core.jaxpr import trace
 from zinf.core.jaxpr.compat import open_jaxpr
-from zinf.core.jaxpr.row_rules import NotByRow
+from zinf.core.jaxpr.dims import NotByRow
 from zinf.core.segment.by_rows import by_rows
 from zinf_kernels.attention import attention as fused_attention
 

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, fresh, open_jaxpr
-
-CALLS = {"jit", "pjit", "closed_call", "core_call"}
+from zinf.core.jaxpr.walk import CALLS, inner
 
 
 class Emitter:
@@ -16,7 +15,10 @@ class Emitter:
     Attributes:
         equations: the equations written so far; their output variables are fresh.
         consts: the constants of inlined jaxprs, by variable.
+        inlines: the names of the calls that are inlined.
     """
+
+    inlines = CALLS
 
     def __init__(self) -> None:
         self.equations: list[Equation] = []
@@ -30,9 +32,9 @@ class Emitter:
 
     def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
         """Writes an equation of another program, on atoms of this one."""
-        if equation.primitive.name in CALLS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            return self.call(inner, arguments)
+        if equation.primitive.name in self.inlines:
+            (inside,) = inner(equation)
+            return self.call(inside.program, arguments)
         return self.append(equation.replace(invars=arguments))
 
     def inline(self, jaxpr: Any, env: dict[Var, Atom]) -> list[Atom]:

@@ -26,8 +26,11 @@ from zinf.core.jaxpr.compat import (
     open_jaxpr,
     scan_arity,
 )
+from zinf.core.jaxpr.dims import CASTS
 from zinf.core.jaxpr.emit import Emitter
-from zinf.core.jaxpr.primitives import CUSTOM, REMAT
+from zinf.core.jaxpr.walk import CALLS, CUSTOM, REMAT
+
+UNCHANGED = CASTS | {"stop_gradient"}
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,7 @@ def _written(emitter: Emitter, closed: Any) -> Graph:
 
 
 class _Inliner(Emitter):
-    def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
-        name = equation.primitive.name
-        if name in REMAT:
-            return self.call(equation.params["jaxpr"], arguments)
-        if name in CUSTOM:
-            return self.call(equation.params["call_jaxpr"], arguments)
-        return super().emit(equation, arguments)
+    inlines = CALLS | CUSTOM | REMAT
 
 
 class _Flattener(Emitter):
@@ -156,11 +153,7 @@ class _Flattener(Emitter):
         casts: list[Equation] = []
         while not isinstance(atom, Literal) and atom not in self.stacked:
             equation = self.producer.get(atom)
-            if equation is None or equation.primitive.name not in {
-                "convert_element_type",
-                "copy",
-                "stop_gradient",
-            }:
+            if equation is None or equation.primitive.name not in UNCHANGED:
                 return None
             casts.append(equation)
             (atom,) = equation.invars

@@ -1,9 +1,13 @@
 """Which outputs of a program are its inputs, unchanged."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, scan_arity
-from zinf.core.jaxpr.graph import inline_all
+from zinf.core.jaxpr.compat import Equation, open_jaxpr
+from zinf.core.jaxpr.walk import Follower
+
+# The number of the input that a value is, and the scans whose current row of it it is.
+Source = tuple[int, tuple[int, ...]]
 
 
 def passed(closed: Any) -> list[int | None]:
@@ -12,45 +16,28 @@ def passed(closed: Any) -> list[int | None]:
     An input is followed through calls, `jax.checkpoint`, branches that all return it,
     and loops that carry or stack it unchanged.
     """
-    graph = inline_all(closed)
-    producers = {v: e for e in graph.equations for v in e.outvars}
-    numbers = {v: n for n, v in enumerate(graph.invars)}
-    return [_number(atom, numbers, producers) for atom in graph.outvars]
+    inputs: list[Source | None] = [
+        (n, ()) for n, _ in enumerate(open_jaxpr(closed)[0].invars)
+    ]
+    found = _Passed().walk(closed, inputs)
+    return [None if source is None else source[0] for source in found]
 
 
-def _number(
-    atom: Atom, numbers: dict[Var, int], producers: dict[Var, Equation]
-) -> int | None:
-    while not isinstance(atom, Literal) and atom not in numbers:
-        equation = producers.get(atom)
-        operand = None if equation is None else _operand(equation, atom)
-        if operand is None:
+class _Passed(Follower[Source | None]):
+    nothing = None
+
+    def visit(
+        self, equation: Equation, facts: list[Source | None]
+    ) -> Sequence[Source | None]:
+        return [None for _ in equation.outvars]
+
+    def meet(self, first: Source | None, second: Source | None) -> Source | None:
+        return first if first == second else None
+
+    def row(self, equation: Equation, fact: Source | None) -> Source | None:
+        return None if fact is None else (fact[0], (*fact[1], id(equation)))
+
+    def stack(self, equation: Equation, fact: Source | None) -> Source | None:
+        if fact is None or fact[1][-1:] != (id(equation),):
             return None
-        atom = operand
-    return None if isinstance(atom, Literal) else numbers[atom]
-
-
-def _operand(equation: Equation, outvar: Var) -> Atom | None:
-    """The operand that an output of `scan`, `while` or `cond` is."""
-    place, params = list(equation.outvars).index(outvar), equation.params
-    match equation.primitive.name:
-        case "scan":
-            num_consts, num_carry = scan_arity(equation)
-            number = passed(params["jaxpr"])[place]
-            if place < num_carry:  # The same in each iteration if it is its own input.
-                is_same = number == num_consts + place
-            else:
-                is_same = number is not None and number >= num_consts + num_carry
-        case "while":
-            num_body = params["body_nconsts"]
-            number = num_body + place
-            is_same = passed(params["body_jaxpr"])[place] == number
-            number += params["cond_nconsts"]
-        case "cond":
-            each = {passed(branch)[place] for branch in params["branches"]}
-            number = None if len(each) > 1 else each.pop()
-            is_same = number is not None
-            number = None if number is None else number + 1  # The index comes first.
-        case _:
-            return None
-    return equation.invars[number] if is_same and number is not None else None
+        return fact[0], fact[1][:-1]

@@ -29,8 +29,9 @@ from zinf.core.jaxpr.compat import (
     inner_jaxpr,
     is_function,
 )
+from zinf.core.jaxpr.dims import FLAT
 from zinf.core.jaxpr.emit import abstract, trace
-from zinf.core.jaxpr.primitives import CUSTOM, REMAT, ZERO_DERIVATIVE
+from zinf.core.jaxpr.walk import CUSTOM, REMAT
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ def _outputs_with_tangent(equation: Equation) -> list[Var]:
     This may include outputs that get no tangent in jax: those of a call that ignores
     its input. A rule may then be traced for an input that never has a tangent.
     """
-    if equation.primitive.name in ZERO_DERIVATIVE:
+    if equation.primitive.name in FLAT:
         return []
     return [v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
 

@@ -30,16 +30,14 @@ from zinf.core.jaxpr.compat import (
     evaluate,
     fresh,
 )
-from zinf.core.jaxpr.graph import variable_bytes
-from zinf.core.jaxpr.row_rules import (
+from zinf.core.jaxpr.dims import (
     NotByRow,
-    Sum,
+    factor_of,
     is_opaque,
-    needs,
-    operand_dims,
     resized_params,
-    result_dim,
+    sources,
 )
+from zinf.core.jaxpr.graph import variable_bytes
 from zinf.core.jaxpr.slice import Slicer
 from zinf.core.segment.row_sums import is_zeros
 
@@ -198,19 +196,18 @@ class RowWise:
         if not any(a in self.varying for a in variables(equation.invars)):
             dims = {}  # equal for all rows, even where it is read by row
         phase = max((self.phase[v] for v in variables(equation.invars)), default=0)
-        result: Any = None
         if dims:
-            for number, dim in needs(equation, dims).items():
+            factor = factor_of(equation, dims)
+            for number, dim in factor.operands.items():
                 self._demand(equation.invars[number], dim)
             dims = self.dims_of(equation)
-            result = result_dim(equation, dims)
-        if result is Sum:
-            self._check_sum(equation)
-            self.sums.update(equation.outvars)
-            phase += 1
-        elif result is not None:
-            self.dims.update(dict.fromkeys(equation.outvars, result))
-            self.varying.update(equation.outvars)
+            if factor.result is None:
+                self._check_sum(equation)
+                self.sums.update(equation.outvars)
+                phase += 1
+            else:
+                self.dims.update(dict.fromkeys(equation.outvars, factor.result))
+                self.varying.update(equation.outvars)
         self.phase.update(dict.fromkeys(equation.outvars, phase))
         return dims
 
@@ -234,7 +231,7 @@ class RowWise:
         if self.dim_of(atom) == dim:
             return
         equation = self.producer.get(atom)
-        operands = None if equation is None else operand_dims(equation, dim)
+        operands = None if equation is None else sources(equation, dim)
         if equation is None or operands is None:
             self.sliced[atom] = dim
             return

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from zinf.core.jaxpr.row_rules import NotByRow
+from zinf.core.jaxpr.dims import NotByRow
 from zinf.core.program import ArrayId, ArraySpec, Role, RowSum, SegmentSpec
 from zinf.core.segment.build import Segmented, array_spec
 from zinf.core.segment.executables import BodyExecutables, Workspace

@@ -16,20 +16,13 @@ from dataclasses import dataclass
 
 from zinf.core.jaxpr import Graph, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Var
+from zinf.core.jaxpr.dims import having
 from zinf.core.jaxpr.graph import variable_bytes
 
 SMALL_BYTES = 64 * 1024
 MAX_FLOATING_DEPTH = 32
 
-CHEAP = frozenset(
-    """
-    abs add and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos
-    div eq exp exp2 expand_dims floor ge gt integer_pow iota le log lt max min mul ne
-    neg not or pad pow real rem reshape rev round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin slice sqrt square squeeze stack
-    stop_gradient sub transpose xor
-    """.split()
-)
+CHEAP = having("cheap")
 # Cheap if they read a parameter: scales of weights in few bits are stored as integers.
 # What they make of random bits stays anchored.
 CHEAP_OF_PARAMS = frozenset({"bitcast_convert_type"})

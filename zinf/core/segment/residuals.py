@@ -19,29 +19,20 @@ import jax
 
 from zinf.core.jaxpr import Graph, flatten, trace, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Var
+from zinf.core.jaxpr.dims import having
 from zinf.core.jaxpr.keys import from_words, to_words
 from zinf.core.jaxpr.slice import Slicer, merge_equal
 from zinf.core.program import ArraySpec
 from zinf.core.segment.build import array_spec
 from zinf.core.segment.flops import equation_flops
 from zinf.core.segment.min_cut import min_vertex_cut
-from zinf.core.segment.order import CHEAP
 
-# Elementwise or layout only, so that XLA fuses them into what reads them. Reductions
-# are not among them: they pass over memory, and their results are small.
-COMPUTED_AGAIN = CHEAP | frozenset(
-    """
-    atan2 bitcast_convert_type cbrt conj cosh erf erf_inv erfc expm1 imag is_finite
-    log1p log2 logistic nextafter one_minus_square random_unwrap random_wrap
-    reduce_precision sinh split tan tanh
-    """.split()
-)
+COMPUTED_AGAIN, MATMULS = having("again"), having("matmul")
 # A matmul with at most this many operations per byte of its result is cheap for its
 # size: scores of heads of width 128, in float32. An accelerator does more operations in
 # the time of moving one byte (an H100 about 300), so reading a saved result would not
 # be faster.
 SELECTIVE_FLOPS_PER_BYTE = 64
-MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 @dataclass(frozen=True)

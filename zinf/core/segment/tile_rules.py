@@ -16,8 +16,7 @@ import numpy as np
 
 from zinf.core.jaxpr import Emitter
 from zinf.core.jaxpr.compat import Atom, Equation, fresh, literal
-from zinf.core.jaxpr.primitives import ELEMENTWISE
-from zinf.core.jaxpr.row_rules import NotByRow, resized_params, result_dim
+from zinf.core.jaxpr.dims import ELEMENTWISE, NotByRow, factor_of, resized_params
 
 SUMMED = "contracted"
 BESIDE = "side by side"
@@ -48,19 +47,20 @@ def follow(equation: Equation, number: int, split: Split) -> Split | str:
     """
     name = equation.primitive.name
     if name == "dot_general":
-        return SUMMED if _Dot(equation, number).contracts(split.dim) else BESIDE
+        is_free = factor_of(equation, {number: split.dim}).result is not None
+        return BESIDE if is_free else SUMMED
     if name == "gather":
         return _check_lookup(equation, number, split)
-    if name in ELEMENTWISE or name == "stop_gradient":
-        return _check_elementwise(equation, number, split)
-    if name in MOVES:
+    if name in ELEMENTWISE or name in MOVES:
         return _moved(equation, number, split)
     raise Untileable(f"`{name}` needs it as a whole")
 
 
 def result_split(equation: Equation, number: int, split: Split) -> Split:
     """How the result of a matmul that does not contract the pieces is split."""
-    return Split(_Dot(equation, number).out_dim(split.dim), split.edges)
+    dim = factor_of(equation, {number: split.dim}).result
+    assert dim is not None
+    return Split(dim, split.edges)
 
 
 def write(
@@ -76,29 +76,17 @@ def write(
         return _write_pieces(emitter, equation, number, split, result, pieces)
     if result == LOOKED_UP:
         return [_write_lookup(emitter, equation, split, pieces)]
-    dot = _Dot(equation, number)
     if result == SUMMED:
-        return [_write_sum(emitter, dot, split, pieces)]
-    return [_write_beside(emitter, dot, split, pieces)]
+        return [_write_sum(emitter, equation, number, split, pieces)]
+    return [_write_beside(emitter, equation, number, split, pieces)]
 
 
 # Equations whose result is in pieces.
 
 
-def _check_elementwise(equation: Equation, number: int, split: Split) -> Split:
-    rank, size = equation.invars[number].aval.ndim, split.edges[-1]
-    fits = all(
-        not a.aval.ndim
-        or (a.aval.ndim == rank and a.aval.shape[split.dim] in (1, size))
-        for a in equation.invars
-    )
-    if equation.effects or not fits:
-        raise Untileable(f"`{equation.primitive.name}` needs it as a whole")
-    return split
-
-
-# Equations that only move entries, and the reasons why one may need all rows.
+# Other equations with pieces of results, and the reasons why one may need all rows.
 MOVES = {
+    "stop_gradient": "",
     "transpose": "",
     "squeeze": "",
     "broadcast_in_dim": "it is broadcast along its rows",
@@ -109,14 +97,15 @@ MOVES = {
 
 def _moved(equation: Equation, number: int, split: Split) -> Split:
     """The pieces' place in the result: rows may be merged, or split into groups."""
-    old = equation.invars[0].aval.shape
+    name, old = equation.primitive.name, equation.invars[0].aval.shape
     new = equation.outvars[0].aval.shape
-    reason = MOVES[equation.primitive.name].format(old=list(old), new=list(new))
+    reason = MOVES.get(name, f"`{name}` needs it as a whole")
+    reason = reason.format(old=list(old), new=list(new))
     try:
-        dim = result_dim(equation, {number: split.dim})
+        dim = factor_of(equation, {number: split.dim}).result
     except NotByRow:
         raise Untileable(reason) from None
-    assert isinstance(dim, int)
+    assert dim is not None
     edges = [divmod(edge * new[dim], split.edges[-1]) for edge in split.edges]
     if any(rest for _, rest in edges):
         raise Untileable(reason)
@@ -156,108 +145,67 @@ def write_piece(
     shape = list(out.aval.shape)
     shape[after.dim] = high - low
     part = fresh(out.aval.update(shape=tuple(shape)))
-    if equation.primitive.name == "dot_general":
-        dot = _Dot(equation, number)
-        other = _other(emitter, dot, before, index)
-        invars, params = dot.operands(piece, other), equation.params
-    else:
-        invars = [
-            _part(emitter, a, before.dim, *before.ranges[index])
-            if n != number
-            else piece
-            for n, a in enumerate(equation.invars)
-        ]
-        params = resized_params(equation, after.dim, high - low)
+    invars = _operands(emitter, equation, number, before, index, piece)
+    params = resized_params(equation, after.dim, high - low)
     changed = equation.replace(invars=invars, outvars=[part], params=params)
     return emitter.append(changed)[0]
 
 
-def _part(emitter: Emitter, atom: Atom, dim: int, start: int, stop: int) -> Atom:
-    """Entries `start:stop` of an atom along a dim; a single entry is broadcast."""
-    if not atom.aval.shape or atom.aval.shape[dim] == 1:
-        return atom
-    cut = partial(jax.lax.slice_in_dim, start_index=start, limit_index=stop, axis=dim)
-    return emitter.apply(cut, atom)[0]
+def _operands(
+    emitter: Emitter,
+    equation: Equation,
+    number: int,
+    split: Split,
+    index: int,
+    piece: Atom,
+) -> list[Atom]:
+    """The operands for piece `index` of operand `number`: their entries along it."""
+    start, stop = split.ranges[index]
+    dims = factor_of(equation, {number: split.dim}).operands
+
+    def part(n: int, atom: Atom) -> Atom:
+        if n == number or n not in dims:
+            return piece if n == number else atom
+        cut = partial(jax.lax.slice_in_dim, axis=dims[n])
+        return emitter.apply(partial(cut, start_index=start, limit_index=stop), atom)[0]
+
+    return [part(n, atom) for n, atom in enumerate(equation.invars)]
 
 
 # Matmuls.
 
 
-@dataclass(frozen=True)
-class _Dot:
-    """A `dot_general` whose operand `number` is in pieces."""
-
-    equation: Equation
-    number: int
-
-    @property
-    def other(self) -> Atom:
-        return self.equation.invars[1 - self.number]
-
-    def _dims(self, kind: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Contracted (0) or batch (1) dims, of the operand in pieces first."""
-        both = self.equation.params["dimension_numbers"][kind]
-        return both[self.number], both[1 - self.number]
-
-    def contracts(self, dim: int) -> bool:
-        return dim in self._dims(0)[0]
-
-    def other_dim(self, dim: int) -> int | None:
-        """The dim of the other operand that is paired with `dim`, or None."""
-        for mine, others in (self._dims(0), self._dims(1)):
-            if dim in mine:
-                return others[list(mine).index(dim)]
-        return None
-
-    def out_dim(self, dim: int) -> int:
-        """The dim of the result for a dim that is not contracted."""
-        contracted, batch = self._dims(0)[0], list(self._dims(1)[0])
-        if dim in batch:
-            return batch.index(dim)
-        taken = {*contracted, *batch}
-        shape = self.equation.invars[self.number].aval.shape
-        free = [d for d in range(len(shape)) if d not in taken]
-        first = len(batch)
-        if self.number == 1:  # free dims of the left operand come first
-            first += len(self.other.aval.shape) - len(contracted) - len(batch)
-        return first + free.index(dim)
-
-    def operands(self, piece: Any, other: Any) -> list[Any]:
-        return [other, piece] if self.number else [piece, other]
-
-
-def _other(emitter: Emitter, dot: _Dot, split: Split, index: int) -> Atom:
-    """The other operand, or its part for a piece."""
-    dim = dot.other_dim(split.dim)
-    if dim is None:
-        return dot.other
-    return _part(emitter, dot.other, dim, *split.ranges[index])
-
-
 def _write_beside(
-    emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
+    emitter: Emitter,
+    equation: Equation,
+    number: int,
+    split: Split,
+    pieces: Sequence[Atom],
 ) -> Atom:
-    dim = dot.out_dim(split.dim)
-    rest = dot.equation, dot.number, split, Split(dim, split.edges), pieces
-    parts = _write_pieces(emitter, *rest)
-    (joined,) = emitter.apply(lambda *ys: jnp.concatenate(ys, dim), *parts)
+    after = result_split(equation, number, split)
+    parts = _write_pieces(emitter, equation, number, split, after, pieces)
+    (joined,) = emitter.apply(lambda *ys: jnp.concatenate(ys, after.dim), *parts)
     return joined
 
 
 def _write_sum(
-    emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
+    emitter: Emitter,
+    equation: Equation,
+    number: int,
+    split: Split,
+    pieces: Sequence[Atom],
 ) -> Atom:
     """Sums the matmuls in order, in float32 if the result is narrower."""
-    dtype = dot.equation.outvars[0].aval.dtype
+    dtype = equation.outvars[0].aval.dtype
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    params = {**dot.equation.params, "preferred_element_type": dtype}
+    params = {**equation.params, "preferred_element_type": dtype}
     matmul = partial(jax.lax.dot_general, **_dot_arguments(params))
     if is_narrow:
         matmul = _in_float32(matmul)
     total: Atom | None = None
     for index, piece in enumerate(pieces):
-        other = _other(emitter, dot, split, index)
-        (part,) = emitter.apply(matmul, *dot.operands(piece, other))
+        operands = _operands(emitter, equation, number, split, index, piece)
+        (part,) = emitter.apply(matmul, *operands)
         if total is None:
             total = part
         else:

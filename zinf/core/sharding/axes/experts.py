@@ -1,18 +1,16 @@
 """Which leaves of a model hold the weights of experts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zinf.core.jaxpr import Graph
-from zinf.core.jaxpr.compat import Equation, Literal, Var, open_jaxpr, scan_arity
+from zinf.core.jaxpr.compat import Equation, Var, build_jaxpr
+from zinf.core.jaxpr.dims import Dims, Shape, guessed_view, own_dims
+from zinf.core.jaxpr.walk import Follower
 from zinf.core.sharding.mesh import EXPERT
 
-# The path of a leaf, and for each dim of a value the dim of the leaf that it is.
-Origin = tuple[str, tuple[int | None, ...]]
-SAME = frozenset(
-    "convert_element_type copy optimization_barrier sharding_constraint stop_gradient "
-    "reduce_precision".split()
-)
+# The path of a leaf, and the dims of the leaf in each dim of a value.
+Origin = tuple[str, Dims]
 
 
 def expert_dims(
@@ -29,82 +27,53 @@ def expert_dims(
         leaves: the paths of its parameters.
         axis: another axis, such as `tensor`, along which experts are cut inside.
     """
-    found: dict[str, set[int]] = {}
-    known: dict[Var, Origin] = {
-        v: (path, tuple(range(v.aval.ndim))) for v, path in leaves.items()
-    }
-    _follow(graph.equations, known, found, axis)
-    return {path: min(dims) for path, dims in found.items() if len(dims) == 1}
+    inputs = *graph.consts, *graph.invars
+    jaxpr = build_jaxpr(inputs, graph.outvars, graph.equations)
+    finder = _Finder({path: v.aval.shape for v, path in leaves.items()}, axis)
+    origins = {v: (path, own_dims(v.aval.shape)) for v, path in leaves.items()}
+    finder.walk(jaxpr, [origins.get(v) for v in inputs])
+    return {path: min(dims) for path, dims in finder.found.items() if len(dims) == 1}
 
 
-def _follow(
-    equations: Iterable[Equation],
-    known: dict[Var, Origin],
-    found: dict[str, set[int]],
-    axis: str,
-) -> None:
-    """Adds the origins of results to `known`, and what `axis` cuts to `found`."""
-    for equation in equations:
-        operands = [
-            None if isinstance(a, Literal) else known.get(a) for a in equation.invars
-        ]
-        if not any(operands):
-            continue
-        name = equation.primitive.name
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if name == "shard_map":
-            _add_cut(equation, operands, found, axis)
-        elif inner is not None:
-            if name == "scan":
-                first = sum(scan_arity(equation))
-                operands[first:] = map(_without_leading, operands[first:])
-            variables = open_jaxpr(inner)[0].invars
-            pairs = zip(variables, operands, strict=False)
-            inside = {v: origin for v, origin in pairs if origin is not None}
-            _follow(open_jaxpr(inner)[0].eqns, inside, found, axis)
-        elif operands[0] is not None:
-            path, dims = operands[0]
-            moved = _moved(equation, dims)
-            if moved is not None:
-                known[equation.outvars[0]] = path, moved
+class _Finder(Follower[Origin | None]):
+    """Follows leaves to the devices that divide them.
 
+    Attributes:
+        shapes: those of the leaves, by path.
+        found: by path, the dims that `axis` cuts.
+    """
 
-def _add_cut(
-    equation: Equation,
-    operands: Sequence[Origin | None],
-    found: dict[str, set[int]],
-    axis: str,
-) -> None:
-    for origin, spec in zip(operands, equation.params["in_specs"], strict=True):
-        if origin is None:
-            continue
-        path, dims = origin
-        for dim, entry in zip(dims, spec, strict=False):
-            if dim is not None and entry in (axis, (axis,)):
-                found.setdefault(path, set()).add(dim)
+    nothing = None
 
+    def __init__(self, shapes: Mapping[str, Shape], axis: str):
+        self.shapes, self.axis = shapes, axis
+        self.found: dict[str, set[int]] = {}
 
-def _without_leading(origin: Origin | None) -> Origin | None:
-    return None if origin is None else (origin[0], origin[1][1:])
+    def visit(
+        self, equation: Equation, facts: list[Origin | None]
+    ) -> Sequence[Origin | None]:
+        if equation.primitive.name == "shard_map":
+            self.add(equation, facts)
+        results: list[Origin | None] = [None for _ in equation.outvars]
+        if results and facts and facts[0] is not None:
+            path, dims = facts[0]
+            moved = guessed_view(equation, dims, self.shapes[path])
+            results[0] = None if moved is None else (path, moved)
+        return results
 
+    def add(self, equation: Equation, facts: Sequence[Origin | None]) -> None:
+        for fact, spec in zip(facts, equation.params["in_specs"], strict=True):
+            if fact is not None:
+                path, dims = fact
+                for group, entry in zip(dims, spec, strict=False):
+                    if len(group) == 1 and entry in (self.axis, (self.axis,)):
+                        self.found.setdefault(path, set()).update(group)
 
-def _moved(
-    equation: Equation, dims: tuple[int | None, ...]
-) -> tuple[int | None, ...] | None:
-    """The dims of an equation's result, from those of its operand."""
-    name, params = equation.primitive.name, equation.params
-    if name in SAME:
-        return dims
-    if name == "transpose":
-        return tuple(dims[d] for d in params["permutation"])
-    if name == "squeeze":
-        gone = {d % len(dims) for d in params["dimensions"]}
-        return tuple(dim for d, dim in enumerate(dims) if d not in gone)
-    if name == "slice":
-        before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-        sizes = zip(dims, before, after, strict=True)
-        return tuple(dim if n == m else None for dim, n, m in sizes)
-    return None
+    def meet(self, first: Origin | None, second: Origin | None) -> Origin | None:
+        return first if first == second else None
+
+    def row(self, equation: Equation, fact: Origin | None) -> Origin | None:
+        return None if fact is None else (fact[0], fact[1][1:])
 
 
 class ExpertParts(NamedTuple):

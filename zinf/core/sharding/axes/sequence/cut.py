@@ -32,15 +32,16 @@ from zinf.core.jaxpr.compat import (
     build_jaxpr,
     evaluate,
     open_jaxpr,
-    scan_arity,
     with_inner,
 )
+from zinf.core.jaxpr.dims import factor_of
 from zinf.core.jaxpr.emit import Emitter
-from zinf.core.jaxpr.primitives import CUSTOM, REMAT
+from zinf.core.jaxpr.walk import CUSTOM, REMAT, Inner, inner
 from zinf.core.problem.source import named_leaves
 from zinf.core.sharding import AxisRule, Dim, batch_dims
 from zinf.core.sharding.axes.sequence.follow import Mark, Marks, results
 
+OPENED = REMAT | CUSTOM | {"scan"}
 MARK_OF = {Dim.BATCH: Mark.EXAMPLES, Dim.SEQUENCE: Mark.POSITIONS}
 SCORES = (Mark.HEADS, Mark.FIRST, Mark.SECOND)
 # Of the operands and the result of an attention: (batch, tokens, heads, width).
@@ -120,12 +121,9 @@ class _Cutter(Emitter):
     def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
         equation = equation.replace(invars=arguments)
         name = equation.primitive.name
-        if name in REMAT:
-            return self.rewrite(equation, [self.known(a) for a in arguments])
-        if name == "scan":
-            return self.rewrite_scan(equation)
-        if name in CUSTOM:
-            return self.follow(equation)
+        if name in OPENED:
+            (inside,) = inner(equation)
+            return self.open(equation, inside)
         if name == "dot_general":
             return self.product(equation)
         if name == "attention":
@@ -237,14 +235,13 @@ class _Cutter(Emitter):
                 heads = self.known(atom) | {Mark.HEADS: paired[n][place]}
                 operands[n] = self.to_heads(atom, heads)
         (out,) = self.append(equation.replace(invars=operands))
-        marks = self.known(out)
-        examples = marks.get(Mark.EXAMPLES)
-        found = {} if examples is None else {Mark.EXAMPLES: examples}
+        examples = self.known(out).get(Mark.EXAMPLES)
+        found = _marked(Mark.EXAMPLES, examples)
         if place is not None:
-            free = _free_places(equation)
-            dims = [self.known(a)[Mark.POSITIONS] for a in equation.invars]
             found |= {Mark.HEADS: place}
-            found |= {Mark.FIRST: free[0][dims[0]], Mark.SECOND: free[1][dims[1]]}
+            for n, mark in enumerate((Mark.FIRST, Mark.SECOND)):
+                positions = self.known(equation.invars[n])[Mark.POSITIONS]
+                found |= _marked(mark, factor_of(equation, {n: positions}).result)
         self.marks[out] = found
         return [out]
 
@@ -281,10 +278,9 @@ class _Cutter(Emitter):
         operands[1 - n] = self.to_heads(values, heads)
         (out,) = self.append(equation.replace(invars=operands))
         rest = Mark.FIRST if scores[Mark.SECOND] in contracted[n] else Mark.SECOND
-        examples = self.known(out).get(Mark.EXAMPLES)
-        marks = {} if examples is None else {Mark.EXAMPLES: examples}
-        positions = _free_places(equation)[n][scores[rest]]
-        marks |= {Mark.POSITIONS: positions, Mark.HEADS: place}
+        marks = _marked(Mark.EXAMPLES, self.known(out).get(Mark.EXAMPLES))
+        positions = factor_of(equation, {n: scores[rest]}).result
+        marks |= {Mark.HEADS: place} | _marked(Mark.POSITIONS, positions)
         self.marks[out] = marks
         by_positions = self.constrain(self.constrain(out, Mark.HEADS), Mark.POSITIONS)
         self.mark(by_positions, {m: d for m, d in marks.items() if m != Mark.HEADS})
@@ -303,26 +299,27 @@ class _Cutter(Emitter):
 
     # Equations with programs inside.
 
-    def rewrite(self, equation: Equation, inside: Sequence[Marks]) -> list[Atom]:
-        """An equation with constraints in the program inside; marks its results."""
-        body, marks = self.inner(equation.params["jaxpr"], inside)
-        outvars = Emitter.append(self, with_inner(equation, body) or equation)
-        for v, marked in zip(outvars, marks, strict=True):
+    def open(self, equation: Equation, inside: Inner) -> list[Atom]:
+        """A call or a scan, with constraints in its program.
+
+        A function with a derivative rule of its own stays as it is.
+        """
+        marks = [self.known(equation.invars[n]) for n in inside.operands]
+        rows = [_moved(m, -1) for m in marks[inside.first_row :]]
+        marks = [*marks[: inside.first_row], *rows]
+        body, found = self.constrained(inside.program, marks)
+        stacked = [_moved(m, 1) for m in found[inside.first_stacked :]]
+        if equation.primitive.name not in CUSTOM:
+            equation = with_inner(equation, body) or equation
+        outvars = Emitter.append(self, equation)
+        found = [*found[: inside.first_stacked], *stacked]
+        for v, marked in zip(outvars, found, strict=True):
             self.mark(v, marked)
         return outvars
 
-    def rewrite_scan(self, equation: Equation) -> list[Atom]:
-        """A scan: values that it scans over have a leading dim that its body lacks."""
-        num_consts, num_carry = scan_arity(equation)
-        first = num_consts + num_carry
-        inside = [self.known(a) for a in equation.invars]
-        inside[first:] = [_moved(marks, -1) for marks in inside[first:]]
-        outvars = self.rewrite(equation, inside)
-        for v in outvars[num_carry:]:
-            self.marks[v] = _moved(self.known(v), 1)
-        return outvars
-
-    def inner(self, closed: Any, inside: Sequence[Marks]) -> tuple[Any, list[Marks]]:
+    def constrained(
+        self, closed: Any, inside: Sequence[Marks]
+    ) -> tuple[Any, list[Marks]]:
         """A closed jaxpr with constraints, and the marks of its results."""
         jaxpr, consts = open_jaxpr(closed)
         pairs = zip(jaxpr.invars, inside, strict=True)
@@ -335,14 +332,9 @@ class _Cutter(Emitter):
         )
         return body, [emitter.known(a) for a in outvars]
 
-    def follow(self, equation: Equation) -> list[Atom]:
-        """An equation with a derivative rule of its own, which stays as it is."""
-        inside = [self.known(a) for a in equation.invars]
-        _, marks = self.inner(equation.params["call_jaxpr"], inside)
-        outvars = Emitter.append(self, equation)
-        for v, marked in zip(outvars, marks, strict=True):
-            self.mark(v, marked)
-        return outvars
+
+def _marked(mark: Mark, dim: int | None) -> Marks:
+    return {} if dim is None else {mark: dim}
 
 
 def _repeated(x_BTKH: jax.Array, copies: int) -> jax.Array:
@@ -357,15 +349,3 @@ def _of_variable(variable: Var) -> jax.ShapeDtypeStruct:
     aval = variable.aval
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
-
-
-def _free_places(equation: Equation) -> list[dict[int, int]]:
-    """For each operand of a product, the dim of the result of each of its free dims."""
-    contracted, paired = equation.params["dimension_numbers"]
-    places, start = [], len(paired[0])
-    for n, atom in enumerate(equation.invars):
-        taken = {*contracted[n], *paired[n]}
-        free = [d for d in range(atom.aval.ndim) if d not in taken]
-        places.append({d: start + i for i, d in enumerate(free)})
-        start += len(free)
-    return places

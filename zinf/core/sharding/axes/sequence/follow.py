@@ -1,14 +1,14 @@
 """Follows dims leniently through equations: which dim of a result holds what.
 
 Marks decide shardings only. A wrong guess costs bytes between devices and never changes
-a number, so these rules guess where `segment.row_rules`, which must be right, refuse.
+a number, so dims are guessed where the rules of `core.jaxpr.dims` refuse.
 """
 
 from collections.abc import Mapping
 from enum import StrEnum
 
 from zinf.core.jaxpr.compat import Equation, Literal, Var
-from zinf.core.jaxpr.row_rules import NotByRow, needs, result_dim
+from zinf.core.jaxpr.dims import guessed_dim
 
 
 class Mark(StrEnum):
@@ -25,9 +25,6 @@ class Mark(StrEnum):
 Marks = dict[Mark, int]
 """The marked dims of one value."""
 
-# These combine entries along a dim, so a result of equal shape means nothing.
-MIXING = ("dot_general", "reshape", "transpose", "gather", "scatter-add")
-
 
 def results(equation: Equation, known: Mapping[Var, Marks]) -> Marks:
     """The marks of an equation's results, from those of its operands."""
@@ -37,26 +34,12 @@ def results(equation: Equation, known: Mapping[Var, Marks]) -> Marks:
     found: Marks = {}
     for mark in Mark:
         own = {n: marks[mark] for n, marks in enumerate(operands) if mark in marks}
-        dim = _carried(equation, own) if own else None
+        dim = guessed_dim(equation, own) if own else None
         if dim is not None:
             found[mark] = dim
     if equation.primitive.name == "reshape":
         _merge_or_split(equation, operands[0], found)
     return found
-
-
-def _carried(equation: Equation, own: dict[int, int]) -> int | None:
-    """The dim of the results that follows a marked dim of operands, if one does."""
-    name, out = equation.primitive.name, equation.outvars[0].aval
-    if name in ("slice", "pad", "dynamic_slice", "concatenate"):
-        return next(iter(own.values()))  # Some of the positions are positions too.
-    try:
-        found = result_dim(equation, own | needs(equation, own))
-    except NotByRow:
-        number, dim = next(iter(own.items()))
-        is_alike = equation.invars[number].aval.shape == getattr(out, "shape", None)
-        return dim if is_alike and name not in MIXING else None
-    return found if isinstance(found, int) else None
 
 
 def _merge_or_split(equation: Equation, before: Marks, after: Marks) -> None:

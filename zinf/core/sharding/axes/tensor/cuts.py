@@ -6,7 +6,7 @@ and one sum over devices completes the result. In an attention it cuts heads. A 
 not changed for this: dims that must be cut together are found in its program.
 
 Each dim of each value is a member of one group. An equation joins the dims of its
-operands with those of its results that they become (`zinf.core.jaxpr.row_rules`): a
+operands with those of its results that they become (`zinf.core.jaxpr.dims`): a
 sum of two values joins their dims, a product joins a contracted dim of one factor with
 that of the other. A group can be cut if all that its values need from other devices is
 a sum over products with a weight. What needs more blocks the group: a norm over the
@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from zinf.core.jaxpr import Graph, inlined, variables
-from zinf.core.jaxpr.compat import Equation, Literal, Var
-from zinf.core.jaxpr.row_rules import NotByRow, needs, result_dim
+from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
+from zinf.core.jaxpr.dims import Factor, NotByRow, factor_of, factors
 from zinf.core.program import FLOAT32_BYTES
 
 logger = logging.getLogger(__name__)
@@ -218,57 +218,43 @@ class _Groups:
 
     def join(self, equation: Equation) -> None:
         """Joins the dims of an equation's operands and results, or blocks them."""
-        made: set[int] = set()
+        made: set[int | None] = set()
         for number, atom in enumerate(equation.invars):
-            if isinstance(atom, Literal) or atom not in self.dependent:
-                continue
-            for member in _members(atom):
+            for member in _members(atom) if self.depends(atom) else ():
                 try:
-                    dims = {number: member[1]}
-                    dims |= needs(equation, dims)
-                    found = result_dim(equation, dims)
+                    factor = factor_of(equation, {number: member[1]})
                 except NotByRow as reason:
                     self.blocked.append((member, str(reason)))
                     continue
-                for other, dim in dims.items():
-                    operand = equation.invars[other]
-                    if not isinstance(operand, Literal) and operand in self.dependent:
-                        self.union(member, (operand, dim))
-                if not isinstance(found, type):
-                    made.add(found)
+                for other, dim in factor.operands.items():
+                    if self.depends(equation.invars[other]):
+                        self.union(member, (equation.invars[other], dim))
+                if factor.result is not None:
+                    made.add(factor.result)
                     for v in equation.outvars:
-                        self.union(member, (v, int(found)))
+                        self.union(member, (v, factor.result))
                 elif self.varying.issuperset(variables(equation.invars)):
                     why = f"a sum over it by `{equation.primitive.name}`"
                     self.blocked.append((member, why))
         for member in self.unmade(equation, made):
             self.blocked.append((member, f"`{equation.primitive.name}` makes it"))
 
-    def unmade(self, equation: Equation, made: set[int]) -> Iterator[Member]:
+    def unmade(self, equation: Equation, made: set[int | None]) -> Iterator[Member]:
         """The dims of results that no dim of an operand becomes.
 
         Devices can divide what a broadcast repeats, and what comes from operands that
         do not depend on parameters, which each device has.
         """
-        name = equation.primitive.name
-        if name == "broadcast_in_dim":
-            return
+        known = factors(equation)
+        made = made | {f.result for f in known if not self.is_followed(equation, f)}
         for v in equation.outvars:
-            for _, dim in _members(v):
-                if dim not in made and not self.is_from_others(equation, dim):
-                    yield v, dim
+            yield from (member for member in _members(v) if member[1] not in made)
 
-    def is_from_others(self, equation: Equation, dim: int) -> bool:
-        for number, atom in enumerate(equation.invars):
-            if isinstance(atom, Literal) or atom in self.dependent:
-                continue
-            for _, own in _members(atom):
-                try:
-                    if result_dim(equation, {number: own}) == dim:
-                        return True
-                except NotByRow:
-                    continue
-        return False
+    def is_followed(self, equation: Equation, factor: Factor) -> bool:
+        return any(self.depends(equation.invars[n]) for n in factor.operands)
+
+    def depends(self, atom: Atom) -> bool:
+        return not isinstance(atom, Literal) and atom in self.dependent
 
 
 def _members(variable: Var) -> list[Member]:

@@ -17,16 +17,9 @@ import numpy as np
 
 from zinf.core.jaxpr import Graph, flatten, inlined, trace, variables
 from zinf.core.jaxpr.compat import Equation, Literal, Var
-from zinf.core.jaxpr.primitives import ELEMENTWISE
-from zinf.core.jaxpr.row_rules import NotByRow, needs, result_dim
+from zinf.core.jaxpr.dims import ELEMENTWISE, LINEAR, NotByRow, factor_of
 from zinf.core.sharding.axes.experts import ExpertParts
 from zinf.core.sharding.axes.tensor.cuts import find_cuts
-
-# Linear in their only operand.
-LINEAR = frozenset(
-    "broadcast_in_dim convert_element_type copy neg reduce_sum reshape squeeze "
-    "transpose".split()
-)
 
 
 class _Refused(Exception):
@@ -123,21 +116,20 @@ class _Check:
 
     def follow_cut(self, equation: Equation, dims: dict[int, int]) -> None:
         try:
-            wanted = needs(equation, dims)
-            found = result_dim(equation, {**wanted, **dims})
+            factor = factor_of(equation, dims)
         except NotByRow as reason:
             raise _Refused(str(reason)) from None
-        for number, dim in wanted.items():
+        for number, dim in factor.operands.items():
             atom = equation.invars[number]
             # A literal is a scalar.
             if dim not in self.uniform.get(atom, ()) and number not in dims:
                 name = equation.primitive.name
                 raise _Refused(f"`{name}` of hidden values and a value that is whole")
         for v in equation.outvars:
-            if isinstance(found, type):
+            if factor.result is None:
                 self.partial.add(v)
             else:
-                self.cut[v] = found
+                self.cut[v] = factor.result
 
     def follow_partial(self, equation: Equation, parts: set[int]) -> None:
         name = equation.primitive.name
