@@ -22,5 +22,5 @@ if TYPE_CHECKING:
     from zinf.moe.layer import RouterBias as RouterBias
     from zinf.moe.routing import Router as Router
 
-# Lazy, because every engine imports `exchange`, and layers need Flax.
+# Lazy, because layers need Flax.
 make_lazy(__name__)

@@ -26,8 +26,8 @@ Shape suffixes, beside those of `loop`: T are the tokens of a device here.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zinf.core.sharding.axes.experts import ExpertParts
-from zinf.core.sharding.mesh import EXPERT, FSDP, REPLICA, SEQ, TENSOR, axis_size
+from zinf.core.sharding import Dim
+from zinf.core.sharding.axes.experts import ExpertParts, num_expert_parts
+from zinf.core.sharding.axes.tensor import cut_expert
+from zinf.core.sharding.mesh import AXES, DIM_AXES, EXPERT, TENSOR, axis_size
 from zinf.moe.gating import NO_EXPERT, Capacity
 from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
 
@@ -60,68 +62,18 @@ def exchanged(array: jax.Array) -> jax.Array:
     return checkpoint_name(array, EXCHANGED)
 
 
-# `(function, weights of one expert, rows, number of devices) -> parts`.
-CutExpert = Callable[[Callable, Any, Any, int], ExpertParts]
-
-
-class _Context(NamedTuple):
-    """The mesh of the step that is traced, and what cuts experts along `tensor`."""
-
-    mesh: Mesh
-    cut_expert: CutExpert | None
-
-
-# None for one device. jax traces a cached function again if it changes.
-_context = jax.make_user_context(None)
 # Examples are cut along these, and then positions: (batch, time) merged into one dim.
 # Devices along `tensor` have the same examples. Each takes some of the tokens past the
 # experts, so that no token is sent or computed twice ("duplicate token dropping",
 # DeepSpeed-TED, https://arxiv.org/abs/2303.06318, section 5.1).
-TOKEN_AXES = (REPLICA, FSDP, EXPERT, SEQ, TENSOR)
-
-
-def on_mesh(
-    function: Callable, mesh: Mesh, cut_expert: CutExpert | None = None
-) -> Callable:
-    """A function in which `zinf.moe.experts` divides its work among a mesh.
-
-    It is traceable only. On one device it is `function` itself.
-
-    Args:
-        cut_expert: says how devices along `tensor` divide the weights of each expert,
-            such as `axes.tensor.cut_expert`; None: they have them whole.
-    """
-    if mesh.size == 1:
-        return function
-
-    @wraps(function, updated=())
-    def wrapped(*arguments: Any) -> Any:
-        with _context(_Context(mesh, cut_expert)):
-            return function(*arguments)
-
-    return wrapped
-
-
-def current_mesh() -> Mesh | None:
-    """The mesh of `on_mesh` while its function is traced."""
-    context: _Context | None = _context.value
-    return None if context is None else context.mesh
-
-
-def _cuts_experts() -> bool:
-    """Whether devices along `tensor` divide the weights of each expert."""
-    context: _Context | None = _context.value
-    if context is None or context.cut_expert is None:
-        return False
-    return axis_size(context.mesh, (TENSOR,)) > 1
+OF_EXAMPLES = DIM_AXES[Dim.BATCH]
+TOKEN_AXES = (*OF_EXAMPLES, *(name for name in AXES if name not in OF_EXAMPLES))
 
 
 def _parts(function: ExpertFunction, one: Any, rows: Any) -> ExpertParts | None:
     """How devices along `tensor` divide an expert; None if each has it whole."""
-    if not _cuts_experts():
-        return None
-    mesh, cut_expert = _context.value
-    return cut_expert(function, one, rows, axis_size(mesh, (TENSOR,)))
+    parts = num_expert_parts()
+    return cut_expert(function, one, rows, parts) if parts > 1 else None
 
 
 def check_divides(num_experts: int, splits: int, mesh: Mesh) -> None:
@@ -138,7 +90,7 @@ def check_divides(num_experts: int, splits: int, mesh: Mesh) -> None:
             f"cannot divide evenly. Make it a divisor of {num_experts}, and use "
             "mesh.fsdp for the other devices."
         )
-    if _cuts_experts() and splits > 1:
+    if num_expert_parts() > 1 and splits > 1:
         raise NotImplementedError(
             f"A layer's experts come in {splits} pieces (splits, or "
             "model.expert_splits) and expert_tensor_parallel_size divides each of "

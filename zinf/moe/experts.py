@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zinf.moe.exchange import check_divides, current_mesh, divided
+from zinf.core.sharding.axes.experts import current_mesh
+from zinf.moe.exchange import check_divides, divided
 from zinf.moe.gating import Capacity
 from zinf.moe.loop import ExpertFunction, in_blocks
 

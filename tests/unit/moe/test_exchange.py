@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.marks import slow
 from zinf.core.jaxpr import flatten
-from zinf.core.sharding.axes.experts import expert_dims
+from zinf.core.sharding import axis_rule
+from zinf.core.sharding.axes.experts import expert_dims, on_mesh
 from zinf.core.sharding.mesh import make_mesh
 from zinf.core.topology import collectives_of
 from zinf.moe import Capacity, Router, experts, keeps_exchanged
-from zinf.moe.exchange import on_mesh
 
 EXPERTS, DIM, HIDDEN, TOKENS = 8, 16, 24, 256
 PARTS = 4
@@ -23,6 +23,10 @@ MESH = make_mesh(jax.devices()[:8], num_expert=PARTS)
 A_DEVICE = TOKENS // 8
 # Sums of float32 in another order.
 ROUNDING = 1e-6
+
+
+def rule_of(mesh):
+    return axis_rule(mesh, stage=0, min_bytes=0)
 
 
 def expert(weights, rows):
@@ -72,7 +76,7 @@ def compiled(loss, mesh=MESH):
     whole = NamedSharding(mesh, PartitionSpec())
     own = NamedSharding(mesh, PartitionSpec("expert"))
     forms = {"router": whole, "experts": {"up": own, "down": own}}
-    gradient = jax.value_and_grad(on_mesh(loss, mesh), (0, 1))
+    gradient = jax.value_and_grad(on_mesh(loss, rule_of(mesh)), (0, 1))
     shardings = {
         "in_shardings": (forms, rows),
         "out_shardings": (whole, (forms, rows)),
@@ -150,7 +154,7 @@ def test_tokens_that_devices_cannot_divide_evenly_are_padded(num_expert):
     """On a mesh without an axis of experts, too, which divides tokens alone."""
     mesh = make_mesh(jax.devices()[:8], num_expert=num_expert)
     loss = loss_with(router(2, group_size=13))
-    found = jax.jit(on_mesh(loss, mesh))(PARAMS, X[:13])
+    found = jax.jit(on_mesh(loss, rule_of(mesh)))(PARAMS, X[:13])
     np.testing.assert_allclose(found, loss(PARAMS, X[:13]), rtol=ROUNDING)
 
 
@@ -162,7 +166,7 @@ def test_routes_beyond_a_capacity_make_the_result_nan():
     def total(weights, x, capacity):
         return experts(expert, weights, x, choice, gate, capacity=capacity).sum()
 
-    run = jax.jit(on_mesh(total, MESH), static_argnums=2)
+    run = jax.jit(on_mesh(total, rule_of(MESH)), static_argnums=2)
     capacity = Capacity(A_DEVICE // 2, A_DEVICE)
     assert jnp.isnan(run(PARAMS["experts"], X, capacity))
     wanted = total(PARAMS["experts"], X, None)
@@ -179,7 +183,7 @@ def test_pieces_and_an_odd_number_of_experts_are_refused():
             gate = jnp.ones(choice.shape)
             return experts(expert, weights, x, choice, gate, splits=splits)
 
-        jax.eval_shape(on_mesh(total, MESH), weights, X)
+        jax.eval_shape(on_mesh(total, rule_of(MESH)), weights, X)
 
     with pytest.raises(NotImplementedError, match="in 2 pieces .* mesh.expert is 4"):
         shape_of(2, PARAMS["experts"])
@@ -221,6 +225,6 @@ def test_weights_of_experts_are_leaves_behind_casts_and_transposes():
     one = (EXPERTS, DIM, DIM)
     shapes = {"a": one, "b": one, "c": (DIM, DIM, EXPERTS), "d": (DIM, DIM), "e": one}
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
-    graph = flatten(jax.make_jaxpr(on_mesh(loss, MESH))(params, X))
+    graph = flatten(jax.make_jaxpr(on_mesh(loss, rule_of(MESH)))(params, X))
     leaves = dict(zip(graph.invars, shapes, strict=False))
     assert expert_dims(graph, leaves) == {"a": 0, "b": 0, "c": 2}

@@ -12,14 +12,19 @@ from jax.sharding import PartitionSpec
 
 from tests.golden import Golden
 from zinf.core.program import ArrayId, ArraySpec, Role
-from zinf.core.sharding import num_data_parallel, persistent_layouts
-from zinf.core.sharding.mesh import AXES, make_mesh
-from zinf.core.sharding.rule import LANES, WIDE_BYTES, AxisRule, Dim, axis_rule
+from zinf.core.sharding import axes, num_data_parallel, persistent_layouts
+from zinf.core.sharding.mesh import AXES, DIM_AXES, INNER_AXES, Dim, make_mesh
+from zinf.core.sharding.rule import LANES, WIDE_BYTES, AxisRule, axis_rule
 
 NUM_SHARDS = 8
 ITEM_BYTES = 4
 NARROW = LANES * NUM_SHARDS // 2
 MANY = WIDE_BYTES // ITEM_BYTES // NARROW
+
+
+def test_every_inner_axis_has_a_row():
+    assert axes.AXES.keys() == {axis.name for axis in INNER_AXES}
+    assert DIM_AXES.keys() == set(Dim)
 
 
 def rule(**options) -> AxisRule:

@@ -20,15 +20,13 @@ from zinf.core.problem.arguments import check_arguments
 from zinf.core.problem.problem import Problem, make_problem
 from zinf.core.process.jax_modes import Modes
 from zinf.core.sharding import AxisRule, Blocks, axis_rule
-from zinf.core.sharding.axes.sequence import along_sequence
-from zinf.core.sharding.axes.tensor import cut_expert
+from zinf.core.sharding.axes import rewritten
 from zinf.core.sharding.mesh import TENSOR, axis_size, first_cpu, local_devices
 from zinf.core.step.attention import AttentionRows, with_rows
 from zinf.core.step.planner import Planner
 from zinf.core.step.run.calibrate import measure_rates
 from zinf.core.topology import Topology
 from zinf.distributed import AbstractGroup, Alone
-from zinf.moe.exchange import CutExpert, on_mesh
 from zinf_kernels.absent_gpu import GPUS
 from zinf_kernels.device import Device, device_of
 
@@ -222,6 +220,7 @@ def make_planner(
         min_bytes=config.persistence_bytes,
         gathers_in_group=config.gathers_in_group,
         encoding=Blocks() if config.quantizes_weights else None,
+        cuts_experts=_cuts_experts(config, mesh),
     )
     with modes.own():
         problem = make_problem(
@@ -243,7 +242,7 @@ def make_planner(
             mesh.size,
             is_absent=topology is not None,
         )
-        problem = _on_mesh(problem, rule, _cut_expert(config, mesh), rows)
+        problem = _on_mesh(problem, rule, rows)
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)
     if group is None:
@@ -257,8 +256,8 @@ def make_planner(
     return Planner(problem, separated, config, rule, key, rows, group, topology)
 
 
-def _cut_expert(config: Config, mesh: Mesh) -> CutExpert | None:
-    """What cuts each expert along `tensor`; None if experts stay whole.
+def _cuts_experts(config: Config, mesh: Mesh) -> bool:
+    """Whether devices along `tensor` divide each expert.
 
     Raises:
         ValueError: the config asks for another number of devices than the mesh has.
@@ -272,26 +271,21 @@ def _cut_expert(config: Config, mesh: Mesh) -> CutExpert | None:
             "tensor_parallel.autotp_size). Make it the same number, or 1, which leaves "
             "experts whole."
         )
-    return cut_expert if asked > 1 else None
+    return asked > 1
 
 
-def _on_mesh(
-    problem: Problem, rule: AxisRule, cut: CutExpert | None, rows: AttentionRows
-) -> Problem:
+def _on_mesh(problem: Problem, rule: AxisRule, rows: AttentionRows) -> Problem:
     """A problem whose functions are traceable only, for the mesh of a rule."""
 
-    def chosen(function: Callable) -> Callable:
-        return with_rows(on_mesh(function, rule.mesh, cut), rows)
-
-    def divided(loss: Callable) -> Callable:
-        return along_sequence(chosen(loss), rule)
+    def divided(function: Callable, *, is_loss: bool = True) -> Callable:
+        return rewritten(with_rows(function, rows), rule, is_loss=is_loss)
 
     evaluation = problem.evaluation_loss
     return replace(
         problem,
         loss=divided(problem.loss),
         evaluation_loss=None if evaluation is None else divided(evaluation),
-        bound=lambda function: chosen(problem.bound(function)),
+        bound=lambda function: divided(problem.bound(function), is_loss=False),
     )
 
 

@@ -12,9 +12,9 @@ from zinf.core.sharding.layouts import (
     placed_layout,
     whole_layout,
 )
+from zinf.core.sharding.mesh import Dim
 from zinf.core.sharding.rule import (
     AxisRule,
-    Dim,
     axis_rule,
     num_batch_shares,
     num_data_parallel,

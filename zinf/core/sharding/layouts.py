@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zinf.core.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role, Rows
 from zinf.core.sharding.layout import Layout
-from zinf.core.sharding.mesh import make_mesh, replicated
-from zinf.core.sharding.rule import STATE_STAGE, AxisRule, Dim, axis_rule
+from zinf.core.sharding.mesh import Dim, make_mesh, replicated
+from zinf.core.sharding.rule import STATE_STAGE, AxisRule, axis_rule
 
 ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 

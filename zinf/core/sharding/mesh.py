@@ -1,20 +1,67 @@
-"""The device mesh: its axes, and the devices of one process.
+"""The device mesh: its axes, the dims that they cut, and the devices of one process.
 
 A mesh is a `jax.sharding.Mesh` with axes named below, in any order; an axis that it
-lacks has size 1. `zinf.core.sharding.rule` says which dims of arrays are cut along
-which axes.
+lacks has size 1. `zinf.core.sharding.rule` says which arrays are cut, and where.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from math import prod
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 REPLICA, FSDP, SEQ, EXPERT, TENSOR = "replica", "fsdp", "seq", "expert", "tensor"
-AXES = (REPLICA, FSDP, SEQ, EXPERT, TENSOR)
+
+
+class Dim(StrEnum):
+    """The meaning of a dim of an array or value."""
+
+    BATCH = "batch"  # Examples.
+    SEQUENCE = "sequence"  # Positions of each example.
+    HEADS = "heads"  # Of an attention, which needs all positions of a head.
+    EXPERTS = "experts"  # Each row is read by one expert.
+    CHANNELS = "channels"  # Columns of a weight, and rows of the one that follows.
+    LAYERS = "layers"  # Each row is read by one layer: an array of its own.
+    ROWS = "rows"  # Any dim of state that ZeRO may cut.
+
+
+class InnerAxis(NamedTuple):
+    """An axis of the devices of a group, beside `fsdp`.
+
+    Attributes:
+        divided: what its devices divide, for messages.
+        dims: the logical dims that it cuts.
+        has_examples: whether its devices compute other examples too.
+        of_one_process: one of what it divides, if its devices are of one process.
+    """
+
+    name: str
+    divided: str
+    dims: tuple[Dim, ...]
+    has_examples: bool = False
+    of_one_process: str = ""
+
+
+INNER_AXES = (
+    InnerAxis(SEQ, "sequences", (Dim.SEQUENCE, Dim.HEADS), of_one_process="A sequence"),
+    # Devices with other experts compute other examples in the rest of a model.
+    InnerAxis(EXPERT, "experts", (Dim.EXPERTS,), has_examples=True),
+    InnerAxis(TENSOR, "weights", (Dim.CHANNELS,), of_one_process="A weight"),
+)
+AXES = (REPLICA, FSDP, *(axis.name for axis in INNER_AXES))
+
+DIM_AXES: Mapping[Dim, tuple[str, ...]] = {
+    Dim.BATCH: (REPLICA, FSDP, *(x.name for x in INNER_AXES if x.has_examples)),
+    **{dim: (axis.name,) for axis in INNER_AXES for dim in axis.dims},
+    Dim.LAYERS: (),
+    # Devices with other positions of the same examples are data-parallel too, and
+    # those with other parts of weights have the same copy of all other leaves.
+    Dim.ROWS: AXES[1:],
+}
 
 
 def make_mesh(
@@ -37,23 +84,17 @@ def make_mesh(
     Raises:
         ValueError: the devices do not divide evenly into the groups.
     """
-    inner = num_seq * num_expert * num_tensor
+    sizes = {SEQ: num_seq, EXPERT: num_expert, TENSOR: num_tensor}
+    inner = prod(sizes.values())
     if len(devices) % (num_replicas * inner) and inner > 1:
-        counts = {"sequences": num_seq, "experts": num_expert, "weights": num_tensor}
+        asked = [axis for axis in INNER_AXES if sizes[axis.name] > 1]
         groups = " and ".join(
-            f"of {count} that divide {what}"
-            for what, count in counts.items()
-            if count > 1
+            f"of {sizes[axis.name]} that divide {axis.divided}" for axis in asked
         )
-        names = {
-            "mesh.seq": num_seq,
-            "mesh.expert": num_expert,
-            "mesh.tensor": num_tensor,
-        }
-        asked = " or ".join(name for name, count in names.items() if count > 1)
+        keys = " or ".join(f"mesh.{axis.name}" for axis in asked)
         raise ValueError(
             f"{len(devices)} devices cannot be divided into {num_replicas} replicas, "
-            f"each of groups {groups}. Set {asked} to a divisor."
+            f"each of groups {groups}. Set {keys} to a divisor."
         )
     if len(devices) % num_replicas:
         raise ValueError(
@@ -61,7 +102,7 @@ def make_mesh(
             "the same size. Set mesh.replica (or mics_shard_size) to a divisor."
         )
     num_shards = len(devices) // (num_replicas * inner)
-    shape = (num_replicas, num_shards, num_seq, num_expert, num_tensor)
+    shape = (num_replicas, num_shards, *(sizes[axis.name] for axis in INNER_AXES))
     # With Explicit axes, jax's default, `w @ w.T` in a model is a type error.
     types = (AxisType.Auto,) * len(AXES)
     return Mesh(np.asarray(devices, object).reshape(shape), AXES, axis_types=types)

@@ -1,9 +1,9 @@
 """One rule: which dims of arrays and values are cut along which axes of a mesh.
 
 A dim of an array has a meaning, its *logical dim*: examples of a batch, positions of a
-sequence, layers of a stack, or rows, which have no other meaning. `DIM_AXES` maps each
-to mesh axes. The rule is the same for values that a step computes and for state that
-persists.
+sequence, layers of a stack, or rows, which have no other meaning. `mesh.DIM_AXES` maps
+each to mesh axes. The rule is the same for values that a step computes and for state
+that persists.
 
 For state the ZeRO stage decides which arrays are cut on the devices (Rajbhandari et al.
 2020, "ZeRO", section 5): optimizer state from stage 1, gradients from 2, parameters
@@ -14,7 +14,6 @@ partitioning", Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from math import prod
 from types import MappingProxyType
 
@@ -24,11 +23,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zinf.core.program import Role
 from zinf.core.sharding.encoding import Blocks
 from zinf.core.sharding.mesh import (
-    EXPERT,
-    FSDP,
+    DIM_AXES,
+    INNER_AXES,
     REPLICA,
     SEQ,
     TENSOR,
+    Dim,
     axis_size,
     local_devices,
 )
@@ -38,32 +38,6 @@ STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
 LANES = 128
 # Arrays of fewer bytes waste little so, and keep their rows whole for reads by tile.
 WIDE_BYTES = 4 << 20
-
-
-class Dim(StrEnum):
-    """The meaning of a dim of an array or value."""
-
-    BATCH = "batch"  # Examples.
-    SEQUENCE = "sequence"  # Positions of each example.
-    HEADS = "heads"  # Of an attention, which needs all positions of a head.
-    EXPERTS = "experts"  # Each row is read by one expert.
-    CHANNELS = "channels"  # Columns of a weight, and rows of the one that follows.
-    LAYERS = "layers"  # Each row is read by one layer: an array of its own.
-    ROWS = "rows"  # Any dim of state that ZeRO may cut.
-
-
-DIM_AXES: Mapping[Dim, tuple[str, ...]] = {
-    # Devices with other experts compute other examples in the rest of a model.
-    Dim.BATCH: (REPLICA, FSDP, EXPERT),
-    Dim.SEQUENCE: (SEQ,),
-    Dim.HEADS: (SEQ,),
-    Dim.EXPERTS: (EXPERT,),
-    Dim.LAYERS: (),
-    Dim.CHANNELS: (TENSOR,),
-    # Devices with other positions of the same examples are data-parallel too, and
-    # those with other parts of weights have the same copy of all other leaves.
-    Dim.ROWS: (FSDP, SEQ, EXPERT, TENSOR),
-}
 
 
 @dataclass(frozen=True)
@@ -76,6 +50,7 @@ class AxisRule:
         gathers_in_group: if true, parameters are cut within each replica only, and all
             other arrays among all replicas too (ZeRO++'s hpZ). If false, no array is
             cut along `replica`, so the groups are copies of each other (MiCS).
+        cuts_experts: whether devices along `tensor` divide the weights of each expert.
         encoding: what floating-point parameters are sent as when they are gathered.
         divided: dims of the arrays that their own axes cut in every form of the array,
             such as `Dim.EXPERTS`. ZeRO cuts the arrays along the other axes alone,
@@ -88,6 +63,7 @@ class AxisRule:
     min_bytes: int
     gathers_in_group: bool = False
     encoding: Blocks | None = None
+    cuts_experts: bool = False
     divided: frozenset[Dim] = frozenset()
 
     def dividing(self, dims: Iterable[Dim]) -> "AxisRule":
@@ -188,6 +164,7 @@ def axis_rule(
     min_bytes: int,
     gathers_in_group: bool = False,
     encoding: Blocks | None = None,
+    cuts_experts: bool = False,
 ) -> AxisRule:
     """The rule of a ZeRO stage on a mesh.
 
@@ -206,13 +183,15 @@ def axis_rule(
             f"mesh.tensor = {mesh.shape[TENSOR]}; zinf cannot do both. Set one of them "
             "to 1."
         )
-    for axis, divided in ((SEQ, "A sequence"), (TENSOR, "A weight")):
-        others = [name for name in mesh.axis_names if name != axis]
-        what = f"{divided} that {{}} devices divide (mesh.{axis}) is on"
-        _check_within_processes(mesh, others, what, "use mesh.fsdp for the rest")
+    for axis in INNER_AXES:
+        others = [name for name in mesh.axis_names if name != axis.name]
+        what = f"{axis.of_one_process} that {{}} devices divide (mesh.{axis.name})"
+        if axis.of_one_process:
+            instead = "use mesh.fsdp for the rest"
+            _check_within_processes(mesh, others, f"{what} is on", instead)
     if not axes_of(mesh, Dim.ROWS):
         encoding = None
-    return AxisRule(mesh, stage, min_bytes, gathers_in_group, encoding)
+    return AxisRule(mesh, stage, min_bytes, gathers_in_group, encoding, cuts_experts)
 
 
 def axes_of(mesh: Mesh, dim: Dim) -> tuple[str, ...]:

@@ -35,15 +35,13 @@ from zinf.core.segment import named_leaves, trace_loss
 from zinf.core.segment.rows import read_by_row
 from zinf.core.sharding import (
     AxisRule,
-    Dim,
     Layouts,
     batch_dims,
     num_batch_shares,
     persistent_layouts,
 )
-from zinf.core.sharding.axes.experts import expert_dims
-from zinf.core.sharding.axes.tensor import channel_dims
-from zinf.core.sharding.mesh import TENSOR, local_devices
+from zinf.core.sharding.axes import divided_dims
+from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.arrays import array_specs
 from zinf.core.step.attention import AttentionRows
 from zinf.core.step.batch import batch_spec, check_rows
@@ -241,31 +239,9 @@ class Setup:
             array_specs(self.problem, self.separated),
             self.rule,
             layers=read_by_row(source.graph, source.params),
-            divided=self.divided(source),
+            divided=divided_dims(source.graph, source.params, self.rule),
             indivisible={x.path for x in self.separated.leaves if not x.is_elementwise},
         )
-
-    def divided(self, source: Source) -> dict[str, dict[int, Dim]]:
-        """The dims of leaves that axes of their own cut, by path."""
-        graph, leaves = source.graph, source.params
-        inside = expert_dims(graph, leaves, axis=TENSOR)
-        around = channel_dims(
-            graph,
-            leaves,
-            self.rule.size(Dim.CHANNELS),
-            min_bytes=self.rule.min_bytes,
-            may_be_none=bool(inside),
-        )
-        meanings = (
-            (Dim.EXPERTS, expert_dims(graph, leaves)),
-            (Dim.CHANNELS, inside),
-            (Dim.CHANNELS, around),
-        )
-        found: dict[str, dict[int, Dim]] = {}
-        for meaning, dims in meanings:
-            for path, dim in dims.items():
-                found.setdefault(path, {})[dim] = meaning
-        return found
 
     # The machine.
 

@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 from zinf.core.segment import trace_loss
-from zinf.core.sharding.axes.tensor import channel_dims, find_cuts
+from zinf.core.sharding import Dim, axis_rule
+from zinf.core.sharding.axes.tensor import channel_leaves, find_cuts
+from zinf.core.sharding.mesh import make_mesh
 from zinf.models import GPTConfig, init_and_loss
 
 HEADS, WIDTH, DIM, HIDDEN = 8, 4, 32, 64
@@ -37,6 +39,14 @@ def mlp(p, batch):
 MLP = zeros(up=(DIM, HIDDEN), bias=(HIDDEN,), down=(HIDDEN, DIM), last=(DIM,))
 
 
+MLP_DIMS = {"up": 1, "bias": 0, "down": 0}
+
+
+def rule(parts):
+    mesh = make_mesh(jax.devices()[:parts], num_tensor=parts)
+    return axis_rule(mesh, stage=0, min_bytes=0)
+
+
 def attention(p, batch):
     x = batch["x"]
     q, k, v = ((x @ p[n]).reshape(*x.shape[:2], -1, WIDTH) for n in "qkv")
@@ -50,7 +60,7 @@ def attention_weights(kv_heads, heads=HEADS):
 
 
 def test_an_mlp_is_cut_by_columns_and_then_by_rows():
-    assert cuts_of(mlp, MLP).dims == {"up": 1, "bias": 0, "down": 0}
+    assert cuts_of(mlp, MLP).dims == MLP_DIMS
 
 
 def test_an_attention_is_cut_by_heads():
@@ -68,8 +78,8 @@ def test_heads_that_devices_cannot_divide_stay_whole(heads, kv_heads, few):
     source = source_of(attention, attention_weights(kv_heads, heads))
     message = rf"mesh.tensor = 4 .* {few} entries of a value .* do not divide by 4"
     with pytest.raises(ValueError, match=message):
-        channel_dims(source.graph, source.params, 4, min_bytes=0)
-    assert channel_dims(source.graph, source.params, 1, min_bytes=0) == {}
+        channel_leaves(source.graph, source.params, rule(4))
+    assert channel_leaves(source.graph, source.params, rule(1)) == {}
 
 
 def test_weights_that_another_number_could_divide_are_named_in_a_warning(caplog):
@@ -77,8 +87,8 @@ def test_weights_that_another_number_could_divide_are_named_in_a_warning(caplog)
         return mlp(p, batch) + attention(p, batch)
 
     source = source_of(both, {**MLP, **attention_weights(6, 6)})
-    found = channel_dims(source.graph, source.params, 4, min_bytes=0)
-    assert found == {"up": 1, "bias": 0, "down": 0}
+    found = channel_leaves(source.graph, source.params, rule(4))
+    assert found == {path: {d: Dim.CHANNELS} for path, d in MLP_DIMS.items()}
     assert "mesh.tensor = 4 does not divide k, o, q, v" in caplog.text
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from zinf.core.jaxpr import flatten
-from zinf.core.sharding.axes.experts import expert_dims
+from zinf.core.sharding import axis_rule
+from zinf.core.sharding.axes.experts import expert_dims, on_mesh
 from zinf.core.sharding.axes.tensor import cut_expert
 from zinf.core.sharding.mesh import TENSOR, make_mesh
 from zinf.core.topology import collectives_of
 from zinf.moe import Router, experts
-from zinf.moe.exchange import on_mesh
 
 EXPERTS, DIM, HIDDEN, TOKENS = 4, 8, 16, 64
 SHAPES = {
@@ -24,6 +24,10 @@ SHAPES = {
     "last": (DIM,),
     "up": (DIM, HIDDEN),
 }
+
+
+def rule_of(mesh):
+    return axis_rule(mesh, stage=0, min_bytes=0, cuts_experts=True)
 
 
 def gated(w, rows):
@@ -123,7 +127,7 @@ def test_results_and_gradients_are_those_of_whole_experts(count, sizes, is_bound
         return jnp.mean(y**2)
 
     mesh = make_mesh(jax.devices()[:count], **sizes)
-    divided = on_mesh(loss, mesh, cut_expert)
+    divided = on_mesh(loss, rule_of(mesh))
     gradients = jax.jit(jax.value_and_grad(divided, (0, 1, 2)))
     run = gradients.lower(weights, kernel, x).compile()
     wanted = jax.value_and_grad(loss, (0, 1, 2))(weights, kernel, x)
@@ -150,7 +154,7 @@ def test_in_a_stack_of_layers_the_dims_of_an_expert_follow_layers_and_experts():
         for n, s in SHAPES.items()
     }
     x = jax.ShapeDtypeStruct((TOKENS, DIM), jnp.float32)
-    closed = jax.make_jaxpr(on_mesh(loss, mesh, cut_expert))(stack, x)
+    closed = jax.make_jaxpr(on_mesh(loss, rule_of(mesh)))(stack, x)
     graph = flatten(closed, stacked=tuple(closed.jaxpr.invars[: len(stack)]))
     leaves = dict(zip(graph.invars, sorted(stack), strict=False))
     assert expert_dims(graph, leaves) == dict.fromkeys(SHAPES, 1)
@@ -167,6 +171,4 @@ def test_pieces_of_experts_that_are_cut_inside_are_refused():
     mesh = make_mesh(jax.devices()[:4], num_tensor=2)
     weights = {n: jnp.zeros((EXPERTS, *s)) for n, s in SHAPES.items()}
     with pytest.raises(NotImplementedError, match="in 2 pieces .* divides each"):
-        jax.eval_shape(
-            on_mesh(total, mesh, cut_expert), weights, jnp.zeros((TOKENS, DIM))
-        )
+        jax.eval_shape(on_mesh(total, rule_of(mesh)), weights, jnp.zeros((TOKENS, DIM)))

@@ -1,12 +1,17 @@
-"""Which leaves of a model hold the weights of experts."""
+"""Which leaves of a model hold the weights of experts, and what divides experts."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
 
 from zinf.core.jaxpr import Graph
 from zinf.core.jaxpr.compat import Equation, Var, build_jaxpr
 from zinf.core.jaxpr.dims import Dims, Shape, guessed_view, own_dims
 from zinf.core.jaxpr.walk import Follower
+from zinf.core.sharding import AxisRule, Dim
 from zinf.core.sharding.mesh import EXPERT
 
 # The path of a leaf, and the dims of the leaf in each dim of a value.
@@ -86,3 +91,44 @@ class ExpertParts(NamedTuple):
 
     dims: tuple[int | None, ...]
     are_added: tuple[bool, ...]
+
+
+# The rule of the step that is traced; None for one device. jax traces a cached function
+# again if it changes.
+_context = jax.make_user_context(None)
+
+
+def on_mesh(function: Callable, rule: AxisRule) -> Callable:
+    """A function in which `zinf.moe.experts` divides its work among a mesh.
+
+    It is traceable only. On one device it is `function` itself.
+    """
+    if rule.mesh.size == 1:
+        return function
+
+    @wraps(function, updated=())
+    def wrapped(*arguments: Any) -> Any:
+        with _context(rule):
+            return function(*arguments)
+
+    return wrapped
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of `on_mesh` while its function is traced."""
+    rule: AxisRule | None = _context.value
+    return None if rule is None else rule.mesh
+
+
+def num_expert_parts() -> int:
+    """The number of devices along `tensor` that divide the weights of each expert."""
+    rule: AxisRule | None = _context.value
+    return rule.size(Dim.CHANNELS) if rule is not None and rule.cuts_experts else 1
+
+
+def expert_leaves(
+    graph: Graph, leaves: Mapping[Var, str], rule: AxisRule
+) -> dict[str, dict[int, Dim]]:
+    """`expert_dims` of the devices along `expert`, as an axis divides them."""
+    found = expert_dims(graph, leaves)
+    return {path: {dim: Dim.EXPERTS} for path, dim in found.items()}

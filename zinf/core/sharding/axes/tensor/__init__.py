@@ -1,5 +1,5 @@
 """Cuts the weights of a layer over devices (tensor parallelism)."""
 
-from zinf.core.sharding.axes.tensor.cuts import channel_dims as channel_dims
+from zinf.core.sharding.axes.tensor.cuts import channel_leaves as channel_leaves
 from zinf.core.sharding.axes.tensor.cuts import find_cuts as find_cuts
 from zinf.core.sharding.axes.tensor.expert import cut_expert as cut_expert

@@ -24,6 +24,9 @@ from zinf.core.jaxpr import Graph, inlined, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
 from zinf.core.jaxpr.dims import Factor, NotByRow, factor_of, factors
 from zinf.core.program import FLOAT32_BYTES
+from zinf.core.sharding.axes.experts import expert_dims
+from zinf.core.sharding.mesh import TENSOR, Dim
+from zinf.core.sharding.rule import AxisRule
 
 logger = logging.getLogger(__name__)
 # One dim of one value.
@@ -46,34 +49,32 @@ class Cuts:
     uneven: tuple[str, ...] = ()
 
 
-def channel_dims(
-    graph: Graph,
-    leaves: Mapping[Var, str],
-    parts: int,
-    *,
-    min_bytes: int,
-    may_be_none: bool = False,
-) -> Mapping[str, int]:
-    """The dims of weights that `parts` devices divide, by path; none for one device.
+def channel_leaves(
+    graph: Graph, leaves: Mapping[Var, str], rule: AxisRule
+) -> dict[str, dict[int, Dim]]:
+    """The dims of weights that devices along `tensor` divide, by path.
 
+    They are those of experts that are cut inside, and those that `find_cuts` finds.
     Weights that another number of devices could divide are named in a warning.
-
-    Args:
-        may_be_none: the devices divide other weights, such as those of experts.
 
     Raises:
         ValueError: no weight can be cut, and why.
     """
+    parts = rule.size(Dim.CHANNELS)
     if parts == 1:
         return {}
-    cuts = find_cuts(graph, leaves, parts, min_bytes=min_bytes)
-    if not cuts.dims and not may_be_none:
+    inside = expert_dims(graph, leaves, axis=TENSOR)
+    cuts = find_cuts(graph, leaves, parts, min_bytes=rule.min_bytes)
+    if not cuts.dims and not inside:
         raise ValueError(_refusal(cuts, parts))
     if cuts.uneven:
         names = ", ".join(cuts.uneven)
         text = "mesh.tensor = %d does not divide %s; each device has them whole."
         logger.warning(text, parts, names)
-    return cuts.dims
+    found = {path: {dim: Dim.CHANNELS} for path, dim in inside.items()}
+    for path, dim in cuts.dims.items():
+        found.setdefault(path, {})[dim] = Dim.CHANNELS
+    return found
 
 
 def _refusal(cuts: Cuts, parts: int) -> str:
