@@ -20,6 +20,7 @@ from zinf.core.jaxpr.dims import (
     union,
     viewed,
 )
+from zinf.core.jaxpr.static_slice import is_dense
 from zinf.core.jaxpr.walk import Follower
 
 # What is computed from the scores of a choice along their last dim: a softmax begins
@@ -245,12 +246,10 @@ def is_whole(dims: Dims, shape: Shape, taken: int) -> bool:
 
 def is_row(equation: Any) -> bool:
     """Whether an equation takes one entry of the leading dim, and keeps the dim."""
-    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    name, params = equation.primitive.name, equation.params
-    if name not in ("slice", "dynamic_slice") or old[1:] != new[1:] or new[0] != 1:
+    if equation.primitive.name != "dynamic_slice" and not is_dense(equation):
         return False
-    strides = params.get("strides")
-    return strides is None or set(strides) == {1}
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return old[1:] == new[1:] and new[0] == 1
 
 
 def reduces_last_dim(equation: Any) -> bool:

@@ -4,11 +4,12 @@ This is read before the rest is checked: batch sizes depend on the number of dev
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zinf.core.config.load import override, raw_config
+from zinf.core.config.schema import MeshAxes
 from zinf.core.config.section import Section
 
 
@@ -18,17 +19,13 @@ class Grouping:
     num_replicas: groups of devices that each hold all state.
     num_shards: devices of a group, over those of the next; None: all devices.
     group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
-    num_seq: devices that divide the positions of the same examples.
-    num_expert: devices that divide the experts of a layer.
-    num_tensor: devices that divide the weights of a layer.
+    inner: by axis, the devices of a group along it; axes of one device are left out.
     """
 
     num_replicas: int = 1
     num_shards: int | None = None
     group_size: int | None = None
-    num_seq: int = 1
-    num_expert: int = 1
-    num_tensor: int = 1
+    inner: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_given(self) -> bool:
@@ -40,17 +37,12 @@ class Grouping:
         there are."""
         if self.num_shards is None:
             return None
-        return self.num_replicas * self.num_shards * self.num_expert
+        return self.num_replicas * self.num_shards * self.inner.get("expert", 1)
 
     @property
     def inner_sizes(self) -> dict[str, int]:
-        """The sizes of the axes within a group that are not 1, by their keys."""
-        sizes = {
-            "mesh.seq": self.num_seq,
-            "mesh.expert": self.num_expert,
-            "mesh.tensor": self.num_tensor,
-        }
-        return {key: size for key, size in sizes.items() if size > 1}
+        """The sizes of the axes within a group, by their keys."""
+        return {f"mesh.{axis}": size for axis, size in self.inner.items()}
 
 
 def grouping(
@@ -68,14 +60,21 @@ def grouping(
     group_size = next((size for size in map(_count, sizes) if size and size > 1), None)
     experts = _section(raw, "expert_parallel")
     is_on, size = experts.get("enabled") is True, experts.get("autoep_size")
-    tensor = _count(_section(raw, "tensor_parallel").get("autotp_size"))
+    in_deepspeed = {
+        "seq": raw.get("sequence_parallel_size"),
+        "expert": size if is_on else None,
+        "tensor": _section(raw, "tensor_parallel").get("autotp_size"),
+    }
+    inner = {
+        axis: _count(mesh.get(axis)) or _count(in_deepspeed.get(axis)) or 1
+        for axis in MeshAxes.model_fields
+        if axis not in ("replica", "fsdp")
+    }
     return Grouping(
         _count(mesh.get("replica")) or 1,
         _count(mesh.get("fsdp")),
         group_size,
-        _count(mesh.get("seq")) or _count(raw.get("sequence_parallel_size")) or 1,
-        _count(mesh.get("expert")) or (_count(size) if is_on else 1) or 1,
-        _count(mesh.get("tensor")) or tensor or 1,
+        {axis: count for axis, count in inner.items() if count > 1},
     )
 
 

@@ -2,6 +2,7 @@
 
 from zinf.core.jaxpr.emit import Emitter as Emitter
 from zinf.core.jaxpr.emit import abstract as abstract
+from zinf.core.jaxpr.emit import renamed as renamed
 from zinf.core.jaxpr.emit import trace as trace
 from zinf.core.jaxpr.graph import Graph as Graph
 from zinf.core.jaxpr.graph import flatten as flatten

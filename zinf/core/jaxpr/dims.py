@@ -46,28 +46,13 @@ class Factor:
 Rule = Callable[[Equation], list[Factor]]
 
 
-@dataclass(frozen=True)
-class Primitive:
-    """What is known of a primitive.
-
-    Attributes:
-        rule: the factors of its equations; None: unknown.
-        mixed: what is wrong if operands are by row along dims of different factors.
-        traits: its columns in `TABLE`.
-    """
-
-    rule: Rule | None
-    mixed: str
-    traits: frozenset[str]
-
-
 def factors(equation: Equation) -> list[Factor]:
     """All factors of an equation; of an unknown one, none.
 
     Each dim of an array operand is in one of them, but for dims of indices.
     """
-    row = TABLE.get(equation.primitive.name)
-    return [] if row is None or row.rule is None else row.rule(equation)
+    rule = RULES.get(equation.primitive.name)
+    return [] if rule is None else rule(equation)
 
 
 def factor_of(equation: Equation, dims: Mapping[int, int]) -> Factor:
@@ -78,11 +63,9 @@ def factor_of(equation: Equation, dims: Mapping[int, int]) -> Factor:
             entries are needed at once.
     """
     name = equation.primitive.name
-    row = TABLE.get(name)
-    if row is None or row.rule is None:
+    if name not in RULES:
         raise NotByRow(f"`{name}`")
-    known = row.rule(equation)
-    first = next(iter(dims))
+    known, first = RULES[name](equation), next(iter(dims))
     for given in (dims, {first: dims[first]}):
         for factor in known:
             if given.items() <= factor.operands.items():
@@ -90,7 +73,7 @@ def factor_of(equation: Equation, dims: Mapping[int, int]) -> Factor:
                     raise NotByRow(f"`{name}` {factor.why_whole}")
                 if given is dims:
                     return factor
-    raise NotByRow(f"`{name}` {row.mixed}")
+    raise NotByRow(f"`{name}` {MIXED.get(name, 'mixes rows with others')}")
 
 
 def guessed_dim(equation: Equation, dims: Mapping[int, int]) -> int | None:
@@ -126,8 +109,7 @@ def sources(equation: Equation, dim: int) -> Mapping[int, int] | None:
 
 def is_opaque(equation: Equation) -> bool:
     """Whether an equation has a program inside, or is unknown, or is an attention."""
-    row = TABLE.get(equation.primitive.name)
-    return row is None or row.rule is None or row.rule is _attention
+    return RULES.get(equation.primitive.name, _attention) is _attention
 
 
 def resized_params(equation: Equation, dim: int, size: int) -> dict:
@@ -430,8 +412,7 @@ def _attention(equation: Equation) -> list[Factor]:
 #   choice       what is chosen by scores; `matmul`: matmuls, which residuals may drop
 # A primitive that is missing is refused by strict users; it costs speed, memory or
 # bytes elsewhere.
-_MIXED = "mixes rows with others"
-_ROWS: tuple[tuple[Rule | None, str, str], ...] = (
+TABLE: tuple[tuple[Rule | None, str, str], ...] = (
     (
         _each,
         "elementwise from_rows cheap again",
@@ -485,17 +466,14 @@ _ROWS: tuple[tuple[Rule | None, str, str], ...] = (
     (None, "cheap again", "iota stack"),
     (None, "again", "bitcast_convert_type random_unwrap random_wrap"),
 )
-_MIXES = {
+# What is wrong with operands by row along dims of different factors.
+MIXED = {
     "dot_general": "of rows with other rows",
     "gather": "from rows by other rows",
     "scatter-add": "of rows to other rows",
     "attention": "of rows with other rows",
 }
-TABLE = {
-    name: Primitive(rule, _MIXES.get(name, _MIXED), frozenset(traits.split()))
-    for rule, traits, names in _ROWS
-    for name in names.split()
-}
+RULES = {name: rule for rule, _, names in TABLE if rule for name in names.split()}
 # The parameter that has the sizes of the results, or of what is read.
 SIZE_PARAMS = {
     "broadcast_in_dim": "shape",
@@ -509,7 +487,8 @@ SIZE_PARAMS = {
 
 def having(trait: str) -> frozenset[str]:
     """The names of the primitives with a trait."""
-    return frozenset(name for name, row in TABLE.items() if trait in row.traits)
+    rows = (names for _, traits, names in TABLE if trait in traits.split())
+    return frozenset(name for names in rows for name in names.split())
 
 
 ELEMENTWISE, CASTS, SAME = having("elementwise"), having("cast"), having("same")

@@ -1,6 +1,6 @@
 """Writes a flat program: equations one after another, calls inlined."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,14 +44,10 @@ class Emitter:
             env: the atoms of this program for the variables of `jaxpr`. It has the
                 inputs; this call adds the variables that the equations define.
         """
-
-        def outer(atom: Atom) -> Atom:
-            return atom if isinstance(atom, Literal) else env.get(atom, atom)
-
         for equation in jaxpr.eqns:
-            results = self.emit(equation, [outer(a) for a in equation.invars])
+            results = self.emit(equation, renamed(equation.invars, env))
             env.update(zip(equation.outvars, results, strict=True))
-        return [outer(a) for a in jaxpr.outvars]
+        return renamed(jaxpr.outvars, env)
 
     def call(self, closed: Any, arguments: Sequence[Atom]) -> list[Atom]:
         """Inlines a closed jaxpr and its constants."""
@@ -66,6 +62,11 @@ class Emitter:
         """Traces a jax function and inlines it on these atoms."""
         closed, _ = trace(function, *(abstract(a.aval) for a in atoms))
         return self.call(closed, atoms)
+
+
+def renamed(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    """The atoms, with those of `names` in place of some variables."""
+    return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
 
 
 def abstract(value: Any) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ equations shows the whole program. Each inlined jaxpr gets fresh variables, sinc
 shares one jaxpr object between equal calls.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from zinf.core.jaxpr.compat import (
     scan_arity,
 )
 from zinf.core.jaxpr.dims import CASTS
-from zinf.core.jaxpr.emit import Emitter
+from zinf.core.jaxpr.emit import Emitter, renamed
 from zinf.core.jaxpr.walk import CALLS, CUSTOM, REMAT
 
 UNCHANGED = CASTS | {"stop_gradient"}
@@ -51,6 +51,12 @@ class Graph:
                 needed.update(variables(equation.invars))
         consts = {v: x for v, x in self.consts.items() if v in needed}
         return Graph(self.invars, tuple(outvars), tuple(reversed(kept)), consts)
+
+    def reading(self, names: Mapping[Var, Atom]) -> "Graph":
+        """The program that reads the atoms of `names` in place of some variables."""
+        equations = (e.replace(invars=renamed(e.invars, names)) for e in self.equations)
+        outvars = tuple(renamed(self.outvars, names))
+        return Graph(self.invars, outvars, tuple(equations), self.consts)
 
     def used_invars(self) -> tuple[Var, ...]:
         """The inputs that an equation or an output reads, in their own order."""

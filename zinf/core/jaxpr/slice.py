@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
+from zinf.core.jaxpr.emit import renamed
 from zinf.core.jaxpr.graph import Graph, variables
 from zinf.core.jaxpr.share import equation_key
 
@@ -62,7 +63,7 @@ class EqualEquations:
         self.renamed: dict[Var, Var] = {}
 
     def rename(self, atoms: Sequence[Atom]) -> list[Atom]:
-        return [a if isinstance(a, Literal) else self.renamed.get(a, a) for a in atoms]
+        return renamed(atoms, self.renamed)
 
     def key(self, equation: Equation) -> Hashable:
         arguments = tuple(_atom_key(a) for a in self.rename(equation.invars))

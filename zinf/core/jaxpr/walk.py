@@ -8,6 +8,7 @@ outputs; those who rewrite or evaluate a program use it too.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -223,64 +224,39 @@ class Evaluator(ABC):
         ]
 
     def _run(self, equation: Equation, values: list[Any]) -> list[Any]:
-        name, inside = equation.primitive.name, inner(equation)
+        name, params, inside = equation.primitive.name, equation.params, inner(equation)
         if not inside or name in CUSTOM:
             return self.visit(equation, values)
         values = [with_dtype(x) for x in values]
         if name in CALLS:
             return self.call(inside[0].program, values)
+
+        def run(program: Inner, *given: Any) -> list[Any]:
+            """Evaluates it with `given` as its last inputs, and operands before."""
+            consts = program.operands[: len(program.operands) - len(given)]
+            return self.arrays(program.program, [*(values[n] for n in consts), *given])
+
         if name in REMAT:
-            return self._remat(equation, inside[0], values)
-        if name == "scan":
-            return self._scan(equation, inside[0], values)
+            options = {key: params[key] for key in ("prevent_cse", "policy")}
+            return jax.checkpoint(partial(run, *inside), **options)(*values)
+        if name == "cond":
+            branches = [partial(run, branch) for branch in inside]
+            return jax.lax.switch(self.as_array(values[0]), branches, *values[1:])
+        first, last = inside[-1].carried
+        carry = [self.as_array(values[n]) for n in inside[-1].operands[first:last]]
         if name == "while":
-            return self._while(inside, values)
-        branches = [
-            lambda *given, branch=branch: self.arrays(branch.program, given)
-            for branch in inside
-        ]
-        return jax.lax.switch(self.as_array(values[0]), branches, *values[1:])
+            test, body = (partial(run, program) for program in inside)
+            return jax.lax.while_loop(lambda c: test(*c)[0], lambda c: body(*c), carry)
 
-    def _remat(self, equation: Equation, inside: Inner, values: list[Any]) -> list[Any]:
-        function = jax.checkpoint(
-            lambda *given: self.arrays(inside.program, given),
-            prevent_cse=equation.params["prevent_cse"],
-            policy=equation.params["policy"],
-        )
-        return function(*values)
+        def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            found = run(*inside, *carry, *rows)
+            return found[: last - first], found[last - first :]
 
-    def _scan(self, equation: Equation, inside: Inner, values: list[Any]) -> list[Any]:
-        params, (first, last) = equation.params, inside.carried
-        num_carry = last - first
-
-        def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            found = self.arrays(inside.program, [*values[:first], *carry, *rows])
-            return found[:num_carry], found[num_carry:]
-
-        after, stacks = jax.lax.scan(
-            body,
-            [self.as_array(x) for x in values[first:last]],
-            [self.as_rows(x) for x in values[last:]],
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params.get("unroll", 1),
-        )
+        names = {"length", "reverse", "unroll"} & params.keys()
+        options = {name: params[name] for name in names}
+        rows = [self.as_rows(x) for x in values[last:]]
+        after, stacks = jax.lax.scan(step, carry, rows, **options)
         return [*after, *stacks]
-
-    def _while(self, inside: Sequence[Inner], values: list[Any]) -> list[Any]:
-        test, body = inside
-        first, last = body.carried
-        count = last - first
-
-        def run(inside: Inner, carry: list[Any]) -> list[Any]:
-            num_consts = len(inside.operands) - count
-            consts = [values[n] for n in inside.operands[:num_consts]]
-            return self.arrays(inside.program, [*consts, *carry])
-
-        carry = [self.as_array(values[n]) for n in body.operands[first:last]]
-        return jax.lax.while_loop(
-            lambda carry: run(test, carry)[0], lambda carry: run(body, carry), carry
-        )
 
 
 def apply(equation: Equation, values: Sequence[Any]) -> list[Any]:

@@ -94,10 +94,5 @@ def group_devices(devices: Sequence[jax.Device], asked: Grouping) -> Mesh:
                 "mics_shard_size to a divisor."
             )
         num_replicas = len(devices) // asked.group_size
-    return make_mesh(
-        devices,
-        num_replicas=num_replicas,
-        num_seq=asked.num_seq,
-        num_expert=asked.num_expert,
-        num_tensor=asked.num_tensor,
-    )
+    counts = {f"num_{axis}": count for axis, count in asked.inner.items()}
+    return make_mesh(devices, num_replicas=num_replicas, **counts)

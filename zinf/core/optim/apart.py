@@ -16,7 +16,7 @@ import numpy as np
 
 from zinf.core.jaxpr import Emitter, Graph
 from zinf.core.jaxpr.compat import Literal, Var, fresh
-from zinf.core.optim.clipping import find_clip, renamed
+from zinf.core.optim.clipping import find_clip
 from zinf.core.optim.coupling import dependencies, members
 from zinf.core.optim.squares import added, root
 
@@ -119,4 +119,5 @@ def _with_norm(
     ]
     assert not any(isinstance(x, Literal) for x in results)
     update = replace(update, equations=(*emitter.equations, *update.equations))
-    return renamed(update, {v: results[i] for v, i in clipped.items()})
+    renamed = update.reading({v: results[i] for v, i in clipped.items()})
+    return renamed.needed_for(renamed.outvars)

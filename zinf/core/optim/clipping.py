@@ -7,7 +7,7 @@ before it reaches the rest of the transform.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from zinf.core.jaxpr import Graph, abstract, flatten, trace, variables
-from zinf.core.jaxpr.compat import Atom, Literal, Var
+from zinf.core.jaxpr.compat import Literal, Var
 from zinf.core.jaxpr.slice import EqualEquations
 from zinf.core.sharding.mesh import first_cpu
 
@@ -92,7 +92,8 @@ def _peel_once(
     if clip is None:
         return None
     bound, clipped = clip
-    return renamed(update, {v: gradients[i] for v, i in clipped.items()}), bound
+    renamed = update.reading({v: gradients[i] for v, i in clipped.items()})
+    return renamed.needed_for(renamed.outvars), bound
 
 
 def find_clip(
@@ -174,17 +175,6 @@ def _find(
         matched.add(key)
         there.renamed.update(zip(equation.outvars, results[key], strict=True))
     return there.rename(pattern.outvars), matched
-
-
-def renamed(graph: Graph, names: Mapping[Var, Var]) -> Graph:
-    def rename(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
-    outvars = tuple(map(rename, graph.outvars))
-    equations = tuple(
-        e.replace(invars=[rename(a) for a in e.invars]) for e in graph.equations
-    )
-    return replace(graph, equations=equations).needed_for(outvars)
 
 
 def _is_as_optax(bound: float) -> bool:

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import jax
 
-from zinf.core.jaxpr import Graph, abstract, flatten, trace, variables
-from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, fresh, open_jaxpr
+from zinf.core.jaxpr import Emitter, Graph, abstract, trace, variables
+from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, open_jaxpr
+from zinf.core.jaxpr.walk import inner
 from zinf.core.optim.coupling import dependencies
 
 
@@ -26,20 +27,18 @@ def split_conditionals(graph: Graph, leaf_bits: Mapping[Var, int]) -> Graph:
     chosen = {n for n, e in enumerate(graph.equations) if _joins_leaves(e, found)}
     if not chosen:
         return graph
-    equations: list[Equation] = []
-    consts = dict(graph.consts)
+    emitter = Emitter()
+    emitter.consts.update(graph.consts)
     for n, equation in enumerate(graph.equations):
         if n not in chosen:
-            equations.append(equation)
+            emitter.equations.append(equation)
             continue
         which, *operands = equation.invars
-        branches = [
-            _inline(flatten(branch), operands, equations, consts)
-            for branch in equation.params["branches"]
-        ]
+        branches = [emitter.call(x.program, operands) for x in inner(equation)]
         for out, *cases in zip(equation.outvars, *branches, strict=True):
-            equations.append(_select(which, cases, out))
-    graph = replace(graph, equations=tuple(equations), consts=consts)
+            emitter.equations.append(_select(which, cases, out))
+    equations = tuple(emitter.equations)
+    graph = replace(graph, equations=equations, consts=emitter.consts)
     return split_conditionals(graph.needed_for(graph.outvars), leaf_bits)
 
 
@@ -52,29 +51,6 @@ def _joins_leaves(equation: Equation, found: Mapping[Var, int]) -> bool:
         bits |= found.get(variable, 0)
     is_free = isinstance(which, Literal) or which not in found
     return is_free and bits.bit_count() > 1
-
-
-def _inline(
-    branch: Graph,
-    operands: Sequence[Atom],
-    equations: list[Equation],
-    consts: dict[Var, object],
-) -> list[Atom]:
-    """Appends a branch on outer atoms; returns its outputs there."""
-    env: dict[Var, Atom] = dict(zip(branch.invars, operands, strict=True))
-    for variable, value in branch.consts.items():
-        env[variable] = fresh(variable.aval)
-        consts[env[variable]] = value
-
-    def outer(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else env[atom]
-
-    for equation in branch.equations:
-        invars = [outer(a) for a in equation.invars]
-        env.update((v, fresh(v.aval)) for v in equation.outvars)
-        outvars = [env[v] for v in equation.outvars]
-        equations.append(equation.replace(invars=invars, outvars=outvars))
-    return [outer(a) for a in branch.outvars]
 
 
 def _select(which: Atom, cases: Sequence[Atom], out: Var) -> Equation:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from zinf.core.jaxpr import Graph, abstract, flatten, trace
-from zinf.core.jaxpr.compat import Atom, Literal, Var, literal
+from zinf.core.jaxpr.compat import Var, literal
 from zinf.core.optim.apart import NO_GROUPS, NormGroups, clip_apart
 from zinf.core.optim.average import AverageState
 from zinf.core.optim.clipping import peel_clipping
@@ -206,14 +206,5 @@ def _inline_scalars(graph: Graph) -> Graph:
     if not scalars:
         return graph
 
-    def inline(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else scalars.get(atom, atom)
-
-    return replace(
-        graph,
-        outvars=tuple(inline(a) for a in graph.outvars),
-        equations=tuple(
-            e.replace(invars=[inline(a) for a in e.invars]) for e in graph.equations
-        ),
-        consts={v: x for v, x in graph.consts.items() if v not in scalars},
-    )
+    consts = {v: x for v, x in graph.consts.items() if v not in scalars}
+    return replace(graph.reading(scalars), consts=consts)

@@ -24,9 +24,9 @@ from zinf.core.jaxpr.compat import (
     Var,
     build_jaxpr,
     evaluate,
-    literal,
 )
 from zinf.core.jaxpr.slice import Slicer
+from zinf.core.jaxpr.static_slice import at_places, is_dense
 from zinf.core.problem.source import named_leaves
 
 # Values up to this size are evaluated operation by operation: keys and counters.
@@ -190,19 +190,7 @@ def _at_position(equation: Equation) -> Equation:
     Alone, a slice is compiled for each position: 20 ms of a processor for the key of
     each leaf. It copies, so that both forms give the same bits.
     """
-    if equation.primitive.name != "slice":
-        return equation
-    params = equation.params
-    if params["strides"] is not None and set(params["strides"]) != {1}:
-        return equation
-    return equation.replace(
-        primitive=jax.lax.dynamic_slice_p,
-        invars=[
-            *equation.invars,
-            *(literal(np.int32(i)) for i in params["start_indices"]),
-        ],
-        params={"slice_sizes": equation.outvars[0].aval.shape},
-    )
+    return at_places(equation, np.int32) if is_dense(equation) else equation
 
 
 def _small_values(graph: Graph) -> set[Var]:

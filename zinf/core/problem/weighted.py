@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.core.jaxpr import Graph, inlined
-from zinf.core.jaxpr.compat import Atom, Literal, Var
+from zinf.core.jaxpr import Graph, inlined, renamed
+from zinf.core.jaxpr.compat import Atom, Var
 from zinf.core.jaxpr.keys import from_words, to_words
 from zinf.core.problem.source import Source, WrongResult, listed, named_leaves
 from zinf.core.program import KEY
@@ -179,17 +179,14 @@ def _alone(graph: Graph, weight: Atom) -> Graph:
     """The equations of one output, for one device: without effects and shardings."""
     whole: dict[Var, Atom] = {}
 
-    def unsharded(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else whole.get(atom, atom)
-
     equations = []
     for equation in graph.equations:
         if equation.primitive.name == "sharding_constraint":
-            whole[equation.outvars[0]] = unsharded(equation.invars[0])
+            (whole[equation.outvars[0]],) = renamed(equation.invars, whole)
         elif not equation.effects:
-            invars = [unsharded(atom) for atom in equation.invars]
+            invars = renamed(equation.invars, whole)
             equations.append(equation.replace(invars=invars))
     pure = replace(graph, equations=tuple(equations))
     # A part of the loss in jax.checkpoint reads all that any of its outputs needs.
-    opened = inlined(pure.needed_for([unsharded(weight)]))
+    opened = inlined(pure.needed_for(renamed([weight], whole)))
     return opened.needed_for(opened.outvars)

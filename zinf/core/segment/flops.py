@@ -2,7 +2,8 @@
 
 from math import prod
 
-from zinf.core.jaxpr.compat import JAXPR_TYPES, Equation, open_jaxpr
+from zinf.core.jaxpr.compat import Equation, open_jaxpr
+from zinf.core.jaxpr.walk import programs
 from zinf_kernels.attention import attention_flops
 
 
@@ -33,7 +34,8 @@ def equation_flops(equation: Equation) -> int:
         estimate = params["cost_estimate"]
         return _num_elements(equation) if estimate is None else estimate.flops
     inner = [
-        sum(map(equation_flops, open_jaxpr(p)[0].eqns)) for p in _inner_jaxprs(params)
+        sum(map(equation_flops, open_jaxpr(program)[0].eqns))
+        for program in programs(equation)
     ]
     if name == "scan":
         return params["length"] * sum(inner)
@@ -44,11 +46,3 @@ def equation_flops(equation: Equation) -> int:
 
 def _num_elements(equation: Equation) -> int:
     return sum(prod(v.aval.shape) for v in equation.outvars)
-
-
-def _inner_jaxprs(params: dict) -> list:
-    found = []
-    for value in params.values():
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        found += [v for v in values if isinstance(v, JAXPR_TYPES)]
-    return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from zinf.core.jaxpr import Emitter, Graph
-from zinf.core.jaxpr.compat import Atom, Literal, Var, fresh
+from zinf.core.jaxpr.compat import Atom, Var, fresh
 from zinf.core.program import ArrayId, Role
 
 
@@ -55,16 +55,10 @@ def read_instead(
             lambda x, dtype=dtype: x.astype(dtype), inputs[variable]
         )
 
-    def renamed(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else read.get(atom, atom)
-
-    equations = [
-        e.replace(invars=[renamed(a) for a in e.invars]) for e in graph.equations
-    ]
+    graph = graph.reading(read)
     graph = replace(
         graph,
         invars=tuple(inputs.get(v, v) for v in graph.invars),
-        outvars=tuple(map(renamed, graph.outvars)),
-        equations=(*emitter.equations, *equations),
+        equations=(*emitter.equations, *graph.equations),
     )
     return graph, found

@@ -5,7 +5,7 @@ both read a leaf by rows of its leading dim only. Such a leaf is never whole on 
 device: each row is an array of its own, and only its layer fetches it.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from zinf.core.jaxpr import Emitter, Graph
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, fresh
+from zinf.core.jaxpr.static_slice import is_dense
 from zinf.core.problem.source import Source
 from zinf.core.program import ArrayId, Role
 
@@ -50,16 +51,12 @@ def split_rows(
             chosen.setdefault(array, fresh(unread))
     arrays.update({variable: array for array, variable in chosen.items()})
 
-    def rename(atoms: Sequence[Atom]) -> list[Atom]:
-        return [a if isinstance(a, Literal) else renamed.get(a, a) for a in atoms]
-
-    kept = [e for e in graph.equations if renamed.keys().isdisjoint(e.outvars)]
-    kept = [e.replace(invars=rename(e.invars)) for e in kept]
+    read = graph.reading(renamed)
+    kept = [e for e in read.equations if renamed.keys().isdisjoint(e.outvars)]
     invars = [v for v in graph.invars if v not in split]
     invars += sorted(chosen.values(), key=lambda v: str(arrays[v]))
     paths = {leaves[v] for v in split}
-    outvars = tuple(rename(graph.outvars))
-    graph = Graph(tuple(invars), outvars, tuple(kept), graph.consts)
+    graph = Graph(tuple(invars), read.outvars, tuple(kept), graph.consts)
     return graph, arrays, paths
 
 
@@ -113,14 +110,12 @@ def _row_reads(graph: Graph, leaves: Mapping[Var, str]) -> dict[Var, list[Equati
 
 def _row(equation: Equation) -> int | None:
     """The row that an equation slices out of its operand, or None."""
-    if equation.primitive.name != "slice":
+    if not is_dense(equation):
         return None
     (operand,) = equation.invars
     start = equation.params["start_indices"]
     limit = equation.params["limit_indices"]
-    strides = equation.params["strides"]
     is_row = limit[0] == start[0] + 1 and not any(start[1:])
     is_full = tuple(limit[1:]) == operand.aval.shape[1:]
-    is_dense = strides is None or all(s == 1 for s in strides)
     is_stack = operand.aval.shape[0] > 1
-    return start[0] if is_row and is_full and is_dense and is_stack else None
+    return start[0] if is_row and is_full and is_stack else None

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
-from zinf.core.jaxpr import Emitter, Graph
+from zinf.core.jaxpr import Emitter, Graph, renamed
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, fresh
 from zinf.core.jaxpr.graph import variable_bytes
 from zinf.core.program import ArrayId, Role, Tiling
@@ -183,11 +183,8 @@ class _Writer(Emitter):
         """Writes all equations; returns the outputs of the program."""
         env: dict[Var, Atom] = {}
 
-        def here(atom: Atom) -> Atom:
-            return atom if isinstance(atom, Literal) else env.get(atom, atom)
-
         def there(equation: Equation) -> Equation:
-            return equation.replace(invars=[here(a) for a in equation.invars])
+            return equation.replace(invars=renamed(equation.invars, env))
 
         # Chains are written at their losses, one tile after another.
         waiting: dict[Var, tuple[Chain, int, Split, list[Atom]]] = {}
@@ -223,4 +220,4 @@ class _Writer(Emitter):
                 self.pieces[out] = result, written
             else:
                 (env[out],) = written
-        return tuple(here(a) for a in graph.outvars)
+        return tuple(renamed(graph.outvars, env))

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zinf.core.jaxpr.compat import JAXPR_TYPES, open_jaxpr
+from zinf.core.jaxpr.compat import open_jaxpr
 from zinf.core.jaxpr.keys import is_key, to_words
+from zinf.core.jaxpr.walk import programs
 from zinf.core.problem.problem import STATE_PREFIX, ParamSpec
 from zinf.core.problem.source import named_leaves
 from zinf.core.problem.state_rules import combined_tree
@@ -293,12 +294,8 @@ def _floats(closed: Any) -> Iterator[Any]:
     for equation in open_jaxpr(closed)[0].eqns:
         dtypes = (getattr(v.aval, "dtype", jnp.int32) for v in equation.outvars)
         yield from (d for d in dtypes if jnp.issubdtype(d, jnp.floating))
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            yield from _floats(value) if _is_jaxpr(value) else ()
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, JAXPR_TYPES)
+        for program in programs(equation):
+            yield from _floats(program)
 
 
 def _nbytes(spec: Any) -> int:
