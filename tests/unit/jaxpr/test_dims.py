@@ -58,6 +58,8 @@ CASES = {
     "pad": (lambda x: jnp.pad(x, [(0, 0), (1, 0), (0, 0)]), F),
     "rev": (lambda x: jnp.flip(x, 1), F),
     "concatenate": (lambda x: jnp.concatenate([x, x * 2], 1), F),
+    "stack": (lambda x, y: jnp.stack([x, y], 1), F, F),
+    "unstack": (jax.grad(lambda x: (jnp.stack([x, x * 2], 1) ** 2).sum()), F),
     "split": (lambda x: jnp.split(x, 2, 1), F),
     "sort": (lambda x, i: lax.sort((x, i), dimension=1), F, F),
     "top_k": (lambda x: lax.top_k(x, 2), F),

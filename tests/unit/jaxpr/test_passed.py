@@ -21,6 +21,15 @@ def scanned(a, rows):
     return kept, summed, read, doubled, repeated
 
 
+def repeated(a, rows):
+    """Each row of a scan is stacked again by a scan inside."""
+
+    def body(carry, row):
+        return carry, lax.scan(lambda c, _: (c, (row, c)), row, rows)[1]
+
+    return lax.scan(body, a, rows)[1]
+
+
 def swapped(a, b):
     return lax.fori_loop(0, 2, lambda _, pair: (pair[1], pair[0]), (a, b))
 
@@ -58,3 +67,7 @@ def test_outputs_are_followed_to_inputs(name):
 def test_a_scan_carries_and_stacks_what_it_reads():
     closed = jax.make_jaxpr(scanned)(ROW, ROWS)
     assert passed(closed) == [0, None, 1, None, None]
+
+
+def test_a_row_that_an_inner_scan_stacks_is_no_row_of_the_outer_one():
+    assert passed(jax.make_jaxpr(repeated)(ROW, ROWS)) == [None, None]

@@ -262,6 +262,16 @@ def _squeeze(equation: Equation) -> list[Factor]:
     return _without(equation, equation.params["dimensions"], "of a single row")
 
 
+def _unstack(equation: Equation) -> list[Factor]:
+    return _without(equation, [equation.params["axis"]], "along rows")
+
+
+def _stack(equation: Equation) -> list[Factor]:
+    axis, operands = equation.params["axis"], range(len(equation.invars))
+    dims = [dim for dim in range(equation.outvars[0].aval.ndim) if dim != axis]
+    return [Factor(dict.fromkeys(operands, n), to) for n, to in enumerate(dims)]
+
+
 def _reduce(equation: Equation) -> list[Factor]:
     return _without(equation, equation.params["axes"], "over rows")
 
@@ -451,6 +461,8 @@ TABLE: tuple[tuple[Rule | None, str, str], ...] = (
     (_pad, "cheap again part", "pad"),
     (_rev, "cheap again", "rev"),
     (_along("dimension"), "cheap again part", "concatenate"),
+    (_stack, "cheap again", "stack"),
+    (_unstack, "", "unstack"),
     (_along("axis"), "again", "split"),
     (_along("axis"), "", "cumsum cumlogsumexp cummax cummin cumprod"),
     (_along("dimension"), "choice", "sort"),
@@ -463,7 +475,7 @@ TABLE: tuple[tuple[Rule | None, str, str], ...] = (
     (_gather, "moving", "gather"),
     (_scatter_add, "from_rows moving", "scatter-add"),
     (_attention, "", "attention"),
-    (None, "cheap again", "iota stack"),
+    (None, "cheap again", "iota"),
     (None, "again", "bitcast_convert_type random_unwrap random_wrap"),
 )
 # What is wrong with operands by row along dims of different factors.
