@@ -10,16 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zinf.core.jaxpr.compat import open_jaxpr
-from zinf.core.jaxpr.dims import (
-    ELEMENTWISE,
-    Dims,
-    Shape,
-    factors,
-    having,
-    own_dims,
-    union,
-    viewed,
-)
+from zinf.core.jaxpr.dims import Dims, Shape, own_dims, union, viewed
+from zinf.core.jaxpr.primitives import ELEMENTWISE, factors, having
 from zinf.core.jaxpr.static_slice import is_dense
 from zinf.core.jaxpr.walk import Follower
 

@@ -29,7 +29,8 @@ from zinf.adapt.weight import (
     scaled,
     step,
 )
-from zinf.core.jaxpr.dims import CASTS, union, viewed
+from zinf.core.jaxpr.dims import union, viewed
+from zinf.core.jaxpr.primitives import CASTS
 from zinf.core.jaxpr.walk import Evaluator, apply, with_dtype
 
 

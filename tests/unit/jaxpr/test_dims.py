@@ -12,16 +12,14 @@ from jax import lax
 from zinf.core.jaxpr import inline_all, trace
 from zinf.core.jaxpr.compat import Literal, build_jaxpr, evaluate, fresh
 from zinf.core.jaxpr.dims import (
-    ELEMENTWISE,
-    RULES,
     NotByRow,
     factor_of,
-    factors,
     guessed_view,
     own_dims,
     resized_params,
     viewed,
 )
+from zinf.core.jaxpr.primitives import ELEMENTWISE, RULES, factors
 from zinf_kernels.attention import attention
 
 F, B = (jax.ShapeDtypeStruct((4, 6, 8), t) for t in ("f4", "bool"))

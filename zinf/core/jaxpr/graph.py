@@ -26,8 +26,8 @@ from zinf.core.jaxpr.compat import (
     open_jaxpr,
     scan_arity,
 )
-from zinf.core.jaxpr.dims import CASTS
 from zinf.core.jaxpr.emit import Emitter, renamed
+from zinf.core.jaxpr.primitives import CASTS
 from zinf.core.jaxpr.walk import CALLS, CUSTOM, REMAT
 
 UNCHANGED = CASTS | {"stop_gradient"}

@@ -29,8 +29,8 @@ from zinf.core.jaxpr.compat import (
     inner_jaxpr,
     is_function,
 )
-from zinf.core.jaxpr.dims import FLAT
 from zinf.core.jaxpr.emit import abstract, trace
+from zinf.core.jaxpr.primitives import FLAT
 from zinf.core.jaxpr.walk import CUSTOM, REMAT
 
 

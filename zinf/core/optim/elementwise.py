@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from zinf.core.jaxpr import Graph, Piece, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, fresh
-from zinf.core.jaxpr.dims import ELEMENTWISE
+from zinf.core.jaxpr.primitives import ELEMENTWISE
 
 Program = TypeVar("Program", Piece, Graph)
 

@@ -30,13 +30,7 @@ from zinf.core.jaxpr.compat import (
     evaluate,
     fresh,
 )
-from zinf.core.jaxpr.dims import (
-    NotByRow,
-    factor_of,
-    is_opaque,
-    resized_params,
-    sources,
-)
+from zinf.core.jaxpr.dims import NotByRow, factor_of, is_opaque, resized_params, sources
 from zinf.core.jaxpr.graph import variable_bytes
 from zinf.core.jaxpr.slice import Slicer
 from zinf.core.segment.row_sums import is_zeros

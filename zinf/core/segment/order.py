@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 from zinf.core.jaxpr import Graph, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Var
-from zinf.core.jaxpr.dims import having
 from zinf.core.jaxpr.graph import variable_bytes
+from zinf.core.jaxpr.primitives import CHEAP
 
 SMALL_BYTES = 64 * 1024
 MAX_FLOATING_DEPTH = 32
 
-CHEAP = having("cheap")
 # Cheap if they read a parameter: scales of weights in few bits are stored as integers.
 # What they make of random bits stays anchored.
 CHEAP_OF_PARAMS = frozenset({"bitcast_convert_type"})

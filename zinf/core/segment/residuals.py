@@ -19,15 +19,15 @@ import jax
 
 from zinf.core.jaxpr import Graph, flatten, trace, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Var
-from zinf.core.jaxpr.dims import having
 from zinf.core.jaxpr.keys import from_words, to_words
+from zinf.core.jaxpr.primitives import CHEAP, having
 from zinf.core.jaxpr.slice import Slicer, merge_equal
 from zinf.core.program import ArraySpec
 from zinf.core.segment.build import array_spec
 from zinf.core.segment.flops import equation_flops
 from zinf.core.segment.min_cut import min_vertex_cut
 
-COMPUTED_AGAIN, MATMULS = having("again"), having("matmul")
+COMPUTED_AGAIN, MATMULS = CHEAP | having("fused"), having("matmul")
 # A matmul with at most this many operations per byte of its result is cheap for its
 # size: scores of heads of width 128, in float32. An accelerator does more operations in
 # the time of moving one byte (an H100 about 300), so reading a saved result would not

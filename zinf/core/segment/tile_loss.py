@@ -17,7 +17,7 @@ import numpy as np
 
 from zinf.core.jaxpr import Emitter, Graph, calls_rule, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, literal
-from zinf.core.jaxpr.dims import ELEMENTWISE
+from zinf.core.jaxpr.primitives import ELEMENTWISE
 from zinf.core.problem.cross_entropy import cross_entropy
 from zinf.core.segment.tile_rules import Split, write_piece
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from zinf.core.jaxpr import Emitter
 from zinf.core.jaxpr.compat import Atom, Equation, fresh, literal
-from zinf.core.jaxpr.dims import ELEMENTWISE, NotByRow, factor_of, resized_params
+from zinf.core.jaxpr.dims import NotByRow, factor_of, resized_params
+from zinf.core.jaxpr.primitives import ELEMENTWISE
 
 SUMMED = "contracted"
 BESIDE = "side by side"

@@ -22,7 +22,8 @@ from math import prod
 
 from zinf.core.jaxpr import Graph, inlined, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
-from zinf.core.jaxpr.dims import Factor, NotByRow, factor_of, factors
+from zinf.core.jaxpr.dims import NotByRow, factor_of
+from zinf.core.jaxpr.primitives import Factor, factors
 from zinf.core.program import FLOAT32_BYTES
 from zinf.core.sharding.axes.experts import expert_dims
 from zinf.core.sharding.mesh import TENSOR, Dim

@@ -17,7 +17,8 @@ import numpy as np
 
 from zinf.core.jaxpr import Graph, flatten, inlined, trace, variables
 from zinf.core.jaxpr.compat import Equation, Literal, Var
-from zinf.core.jaxpr.dims import ELEMENTWISE, LINEAR, NotByRow, factor_of
+from zinf.core.jaxpr.dims import NotByRow, factor_of
+from zinf.core.jaxpr.primitives import ELEMENTWISE, LINEAR
 from zinf.core.sharding.axes.experts import ExpertParts
 from zinf.core.sharding.axes.tensor.cuts import find_cuts
 
