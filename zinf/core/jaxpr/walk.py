@@ -1,8 +1,8 @@
-"""Equations with programs inside: calls, loops and branches, told apart in one place.
+"""Programs inside equations: calls, `checkpoint`, custom rules, loops and branches.
 
-`inner` says what the inputs and outputs of such a program are to its equation. A
-`Follower` uses this to carry facts about values from the inputs of a program to its
-outputs; those who rewrite or evaluate a program use it too.
+`inner` describes such programs by their inputs and outputs. A `Follower` carries facts
+about values from the inputs of a program to its outputs, through the programs inside.
+An `Evaluator` computes the outputs from values of which some stand for arrays.
 """
 
 from abc import ABC, abstractmethod
@@ -45,8 +45,8 @@ class Inner:
         operands: the numbers of the operands that its inputs are.
         first_row: from this input on, inputs are rows of operands along the leading
             dim, and from output `first_stacked` on, outputs are rows of results.
-        carried: the inputs from which to which a loop replaces, in each iteration but
-            the first, by as many of the first outputs.
+        carried: start and stop of the inputs of a loop that are, from the second
+            iteration on, the first outputs of the iteration before.
         has_results: whether its outputs are results; a loop's condition has none.
     """
 

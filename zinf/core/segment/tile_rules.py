@@ -82,10 +82,8 @@ def write(
     return [_write_beside(emitter, equation, number, split, pieces)]
 
 
-# Equations whose result is in pieces.
-
-
-# Other equations with pieces of results, and the reasons why one may need all rows.
+# Equations whose result is in pieces: elementwise ones, and these, with the reason why
+# one may need all rows.
 MOVES = {
     "stop_gradient": "",
     "transpose": "",
