@@ -1,7 +1,8 @@
 """Completes prompts of any lengths: groups them, plans each shape, runs the groups."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +12,12 @@ from zinf.core.jaxpr.keys import is_key, to_words
 from zinf.core.memory import Stores
 from zinf.core.step.run.runner import AbstractRunner
 from zinf.inference.generate import Generator, OnToken
-from zinf.inference.plan import Generation, GenerationPlanner, Shape
+from zinf.inference.plan import Generation, GenerationPlanner
 from zinf.inference.prompts import Request, as_tokens, by_part, check_lengths
 
 ROWS = 8
+Kept = Callable[[Hashable, Callable[[], Generation]], Generation]
+"""`(key, make)`: what was made before for a key, or new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +51,15 @@ def complete(
     keys: jax.Array | None,
     stores: Stores,
     current: AbstractRunner,
-    planned: Callable[[Shape, Callable[[], Generation]], Generation],
+    planned: Kept,
 ) -> list[list[int]]:
     """The new tokens of each prompt.
 
     Args:
         keys: a random key a prompt; or one, of which each prompt gets its own.
         current: the runner that the arrays at rest belong to.
-        planned: `(shape, make) -> programs`: those made before for a shape, or new.
+        planned: keeps the programs of each shape, and their plans for each number of
+            microbatches.
 
     Raises:
         ValueError: a prompt is empty, is no tokens, or is too long.
@@ -92,7 +96,7 @@ def _written(
     planner: GenerationPlanner,
     stores: Stores,
     current: AbstractRunner,
-    planned: Callable[[Shape, Callable[[], Generation]], Generation],
+    planned: Kept,
 ) -> tuple[dict[int, list[int]], set[int]]:
     """The next tokens of each request, and the requests that no token has ended."""
     found: dict[int, list[int]] = {}
@@ -100,17 +104,19 @@ def _written(
     switches_at = planner.decoder.switches_at
     groups = by_part(requests, asked.rows, asked.max_new_tokens, switches_at)
     for part, group in groups.items():
-        made = planned(part.shape, lambda part=part: planner.plan(part.shape))
+        one = planned(part.shape, partial(planner.plan, part.shape))
+
+        def fitting_most(count: int, one: Generation = one) -> Generation:
+            wanted = -(-count // asked.rows)
+            return planned((one.shape, wanted), partial(planner.most, one, wanted))
+
         at_once = min(len(group), asked.batch_size or len(group))
-        made = planner.most(made, -(-at_once // asked.rows))
-        size = min(at_once, asked.rows * made.prefill.num_microbatches)
+        most = fitting_most(at_once)
+        size = min(at_once, asked.rows * most.prefill.num_microbatches)
         for first in range(0, len(group), size):
             some = group[first : first + size]
-            fitting = made
-            if len(some) < size:
-                fitting = planner.repeated(made, -(-len(some) // asked.rows))
+            fitting = most if len(some) == size else fitting_most(len(some))
             generator = Generator(
-                planner.decoder,
                 planner.sampling,
                 fitting,
                 stores,

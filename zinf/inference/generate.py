@@ -9,14 +9,11 @@ import numpy as np
 from zinf.core.memory import Stores
 from zinf.core.optim.decision import NonFiniteError
 from zinf.core.plan import cache
-from zinf.core.problem.leafwise import initialize
-from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.forward import Forward
 from zinf.core.step.run.passes import Passes
 from zinf.core.step.run.run import StepRecord, Work
 from zinf.core.step.run.runner import AbstractRunner
-from zinf.inference.decoder import Decoder
-from zinf.inference.plan import CACHE, MODEL, RESULTS, SEEN, Generation
+from zinf.inference.plan import CACHE, RESULTS, SEEN, Generation
 from zinf.inference.prompts import Part, Request
 from zinf.inference.sampling import Sampling
 
@@ -33,7 +30,6 @@ class Generator:
             token is known. If it returns True, the text ends with this token.
     """
 
-    decoder: Decoder
     sampling: Sampling
     planned: Generation
     stores: Stores
@@ -98,13 +94,7 @@ class _Run:
         """The leaves of the cache before the first token, one after another."""
         shape, generator = self.planned.shape, self.generator
         starts = [shape.prompt - len(request.tokens) for request in batch]
-        empty = np.asarray(starts, np.int32)
-        on_host = first_cpu()
-        made = initialize(
-            lambda: {MODEL: generator.decoder.init_cache(empty, shape.length)},
-            device=on_host,
-        )
-        for path, content in made:
+        for path, content in self.planned.first(np.asarray(starts, np.int32)):
             yield CACHE + path, content
         if generator.sampling.penalizes:
             seen = np.zeros(self.spec(CACHE + SEEN).shape, np.bool_)

@@ -7,7 +7,7 @@ arXiv:2303.06865, section 4.1; ZeRO-Inference, arXiv:2207.00032, section 6).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ import numpy as np
 
 from zinf.core.jaxpr.keys import in_words
 from zinf.core.plan import InfeasibleError
+from zinf.core.problem.leafwise import Leafwise
 from zinf.core.program import Tier
 from zinf.core.segment import Function, named_leaves
+from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
@@ -38,6 +40,11 @@ class Shape:
     prompt: int
     length: int
 
+    @property
+    def starts(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the first slots of the sequences."""
+        return jax.ShapeDtypeStruct((self.rows,), np.int32)
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -45,12 +52,15 @@ class Generation:
 
     Attributes:
         names: the leaves of the cache in flattened order, as the programs name them.
+        first: makes the cache before the first token, leaf by leaf on the host, given
+            the first slot of each sequence.
     """
 
     shape: Shape
     prefill: Forward
     decode: Forward
     names: tuple[str, ...]
+    first: Leafwise
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,8 @@ class GenerationPlanner:
             caches = set(prefill.segmented.program.caches)
             decode, _ = self._plan(shape, 1, caches, self._tiers_from(prefill))
             if decode.cache_homes == prefill.cache_homes:
-                return Generation(shape, prefill, decode, names)
+                first = self._first_cache(shape)
+                return Generation(shape, prefill, decode, names, first)
             # A leaf that only one of them can overwrite is passed by both.
             only = caches.intersection(decode.segmented.program.caches)
             tiers = self._tiers_from(decode)
@@ -116,7 +127,7 @@ class GenerationPlanner:
             tiers = self._tiers_from(prefill)
             decode = self._again(made.decode, num_microbatches, tiers)
             if decode.cache_homes == prefill.cache_homes:
-                return Generation(made.shape, prefill, decode, made.names)
+                return replace(made, prefill=prefill, decode=decode)
             tiers = self._tiers_from(decode)
 
     def most(self, made: Generation, wanted: int) -> Generation:
@@ -203,9 +214,15 @@ class GenerationPlanner:
         return batch
 
     def _cache(self, shape: Shape) -> Any:
-        starts = jax.ShapeDtypeStruct((shape.rows,), np.int32)
         return jax.eval_shape(
-            lambda s: self.decoder.init_cache(s, shape.length), starts
+            lambda s: self.decoder.init_cache(s, shape.length), shape.starts
+        )
+
+    def _first_cache(self, shape: Shape) -> Leafwise:
+        return Leafwise(
+            lambda starts: {MODEL: self.decoder.init_cache(starts, shape.length)},
+            shape.starts,
+            device=first_cpu(),
         )
 
     def _vocab_size(self, batch: Mapping[str, Any]) -> int:

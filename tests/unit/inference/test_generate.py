@@ -1,5 +1,7 @@
 """`engine.generate`: text from streamed weights and a cache, between training steps."""
 
+import contextlib
+import logging
 from dataclasses import replace
 
 import jax
@@ -128,6 +130,37 @@ def test_a_cache_is_overwritten_where_it_rests(engine):
         runs = [i for i in forward.plan.instructions if isinstance(i.operation, Run)]
         made_here = {a.role for run in runs for a, _ in run.creates}
         assert Role.CACHE not in made_here
+
+
+def test_later_calls_compile_nothing_and_nothing_grows(engine):
+    """Calls with prompts of one bucket, as those of reinforcement learning."""
+
+    def call(i):
+        prompts, key = RNG.integers(0, 97, (1 + i % 20, 1 + i % 16)), jax.random.key(i)
+        engine.generate(prompts, max_new_tokens=2, key=key, temperature=0.9)
+        return used_bytes(engine), len(engine._forward._made)
+
+    # Every number of microbatches, and a prompt of every length.
+    before = [call(i) for i in range(20)][-1]
+    with counting_compilations() as compiled:
+        assert {str(call(i)) for i in range(20, 50)} == {str(before)}
+    assert not compiled
+
+
+@contextlib.contextmanager
+def counting_compilations():
+    """The names of the programs that jax compiles while the body runs."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    handler.addFilter(lambda record: "Compiling" in record.getMessage())
+    logger = logging.getLogger("jax")
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 @pytest.mark.slow

@@ -751,7 +751,7 @@ class Engine:
             key,
             self.stores,
             current,
-            lambda shape, make: self._forward.get((*same, shape), make),
+            lambda which, make: self._forward.get((*same, which), make),
         )
 
     def _placed(self) -> AbstractRunner:

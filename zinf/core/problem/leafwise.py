@@ -54,16 +54,38 @@ def initialize(
         init_fn: traced once; it may close over arrays and make random keys.
         device: where leaves are computed and live (`None`: jax's default).
     """
-    closed, structure = trace(init_fn)
-    graph = flatten(closed)
-    paths = list(named_leaves(structure))
-    recipes, last_use = _recipes(graph)
-    compiled: dict[Body, Callable] = {}
-    known: dict[Var, Any] = dict(graph.consts)
-    for number, (path, recipe) in enumerate(zip(paths, recipes, strict=True)):
-        yield path, _make(recipe, known, compiled, device)
-        for variable in last_use.get(number, ()):
-            del known[variable]
+    yield from Leafwise(init_fn, device=device)()
+
+
+class Leafwise:
+    """A function whose leaves are made one after another, any number of times.
+
+    It is traced once, and compiles nothing in later calls. See `initialize`.
+
+    Args:
+        arguments: shapes and dtypes of what `function` is called with.
+    """
+
+    def __init__(
+        self, function: Callable, *arguments: Any, device: jax.Device | None = None
+    ):
+        closed, structure = trace(function, *arguments)
+        self._graph = flatten(closed)
+        self._paths = list(named_leaves(structure))
+        self._recipes, self._last_use = _recipes(self._graph)
+        self._device = device
+        self._compiled: dict[Body, Callable] = {}
+
+    def __call__(self, *arguments: Any) -> Iterator[tuple[str, jax.Array]]:
+        """Yields `(key path, array)` of what the function returns, leaf by leaf."""
+        known: dict[Var, Any] = dict(self._graph.consts)
+        given = jax.tree.leaves(arguments)
+        known.update(zip(self._graph.invars, given, strict=True))
+        pairs = zip(self._paths, self._recipes, strict=True)
+        for number, (path, recipe) in enumerate(pairs):
+            yield path, _make(recipe, known, self._compiled, self._device)
+            for variable in self._last_use.get(number, ()):
+                del known[variable]
 
 
 def abstract_leaves(source: Any) -> Any:
@@ -161,7 +183,7 @@ def _recipes(graph: Graph) -> tuple[list[_Recipe], Mapping[int, Sequence[Var]]]:
     small = _small_values(graph)
     slicer = Slicer(graph)
     pieces, parts = [], []
-    made: set[Var] = set(graph.consts)
+    made: set[Var] = {*graph.consts, *graph.invars}
     last_use: dict[Var, int] = {}
     for number, leaf in enumerate(graph.outvars):
         rest = slicer.behind([leaf], stop=small)
@@ -194,8 +216,8 @@ def _at_position(equation: Equation) -> Equation:
 
 
 def _small_values(graph: Graph) -> set[Var]:
-    """Values known beforehand: constants, and small values made from them only."""
-    small = set(graph.consts)
+    """Values known beforehand: constants and arguments, and small values of these."""
+    small = {*graph.consts, *graph.invars}
     for equation in graph.equations:
         if all(isinstance(a, Literal) or a in small for a in equation.invars):
             if all(_is_small(v) for v in equation.outvars):
