@@ -133,9 +133,11 @@ def open_model(
     check_class(model)
     model.read_buffers()
     run = running(model, config, rows=rows, length=length)
-    return _engine(
+    engine = _engine(
         run.model, run.adapted, optax.identity(), run.config, batch=run.batch
     )
+    engine._execution = run.execution
+    return engine
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,14 @@ class Running:
         adapted: its weights as they are kept, and what is beside them; None: the
             weights as they are, alone.
         config: budgets and tiers, of a run that trains nothing.
+        execution: how it may generate, as the given config says.
         batch: shapes of the batch for which room is left beside the weights.
     """
 
     model: Model
     adapted: Adapted | None
     config: Config
+    execution: str
     batch: dict[str, jax.ShapeDtypeStruct]
 
     @property
@@ -196,7 +200,7 @@ def running(
             )
         quantization = loaded.weight_quantization
         adapted = adapt(model.loss, model.zeros, quantization=quantization, batch=batch)
-    return Running(model, adapted, loaded.without_training(), batch)
+    return Running(model, adapted, loaded.without_training(), loaded.execution, batch)
 
 
 def decoder_for(model: Model, adapted: Adapted | None, planner: Planner) -> Decoder:

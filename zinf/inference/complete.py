@@ -1,6 +1,6 @@
 """Completes prompts of any lengths: groups them, plans each shape, runs the groups."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,13 +11,13 @@ import numpy as np
 from zinf.core.jaxpr.keys import is_key, to_words
 from zinf.core.memory import Stores
 from zinf.core.step.run.runner import AbstractRunner
-from zinf.inference.generate import Generator, OnToken
-from zinf.inference.plan import Generation, GenerationPlanner
+from zinf.inference.choose import make_generation
+from zinf.inference.generation import AbstractGeneration, Job, Kept
+from zinf.inference.plan import GenerationPlanner
 from zinf.inference.prompts import Request, as_tokens, by_part, check_lengths
+from zinf.inference.texts import OnToken
 
 ROWS = 8
-Kept = Callable[[Hashable, Callable[[], Generation]], Generation]
-"""`(key, make)`: what was made before for a key, or new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,14 @@ def complete(
     keys: jax.Array | None,
     stores: Stores,
     current: AbstractRunner,
-    planned: Kept,
+    kept: Kept,
 ) -> list[list[int]]:
     """The new tokens of each prompt.
 
     Args:
         keys: a random key a prompt; or one, of which each prompt gets its own.
         current: the runner that the arrays at rest belong to.
-        planned: keeps the programs of each shape, and their plans for each number of
+        kept: keeps the programs of each shape, and their plans for each number of
             microbatches.
 
     Raises:
@@ -77,7 +77,7 @@ def complete(
     found: dict[int, list[int]] = {request.number: [] for request in requests}
     while requests:
         written, open_numbers = _written(
-            requests, asked, planner, stores, current, planned
+            requests, asked, planner, stores, current, kept
         )
         for number, new in written.items():
             found[number] += new
@@ -96,7 +96,7 @@ def _written(
     planner: GenerationPlanner,
     stores: Stores,
     current: AbstractRunner,
-    planned: Kept,
+    kept: Kept,
 ) -> tuple[dict[int, list[int]], set[int]]:
     """The next tokens of each request, and the requests that no token has ended."""
     found: dict[int, list[int]] = {}
@@ -104,28 +104,14 @@ def _written(
     switches_at = planner.decoder.switches_at
     groups = by_part(requests, asked.rows, asked.max_new_tokens, switches_at)
     for part, group in groups.items():
-        one = planned(part.shape, partial(planner.plan, part.shape))
-
-        def fitting_most(count: int, one: Generation = one) -> Generation:
-            wanted = -(-count // asked.rows)
-            return planned((one.shape, wanted), partial(planner.most, one, wanted))
-
-        at_once = min(len(group), asked.batch_size or len(group))
-        most = fitting_most(at_once)
-        size = min(at_once, asked.rows * most.prefill.num_microbatches)
+        make = partial(make_generation, planner, part.shape)
+        made: AbstractGeneration = kept(part.shape, make)
+        job = Job(planner.sampling, part, asked.on_token, stores, current)
+        size = made.most(min(len(group), asked.batch_size or len(group)), kept)
         for first in range(0, len(group), size):
-            some = group[first : first + size]
-            fitting = most if len(some) == size else fitting_most(len(some))
-            generator = Generator(
-                planner.sampling,
-                fitting,
-                stores,
-                part,
-                asked.on_token or _ignore,
-            )
-            written, still_open = generator.run(some, current)
-            found |= written
-            open_numbers |= still_open
+            texts = made.write(group[first : first + size], job, kept)
+            found |= texts.made
+            open_numbers |= texts.open
     return found, open_numbers
 
 
@@ -156,7 +142,3 @@ def _words(keys: jax.Array | None, kind: jax.Array, count: int) -> Sequence[np.n
             "Give one key, or as many as prompts."
         )
     return list(np.asarray(to_words(keys)))
-
-
-def _ignore(number: int, token: int) -> None:
-    pass

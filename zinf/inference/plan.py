@@ -17,7 +17,7 @@ import numpy as np
 from zinf.core.jaxpr.keys import in_words
 from zinf.core.plan import InfeasibleError
 from zinf.core.problem.leafwise import Leafwise
-from zinf.core.program import Tier
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 from zinf.core.segment import Function, named_leaves
 from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
@@ -71,6 +71,7 @@ class GenerationPlanner:
         bound: turns `(params[, model_state], batch) -> outputs` into a function of flat
             arrays and a batch.
         key: a random key of the kind of those of the sequences.
+        execution: as in a config; "streamed" never fuses.
 
     Raises:
         NotImplementedError: the planner is for several devices.
@@ -82,6 +83,7 @@ class GenerationPlanner:
     sampling: Sampling
     bound: Callable[[Callable], Callable]
     key: jax.Array
+    execution: str = "auto"
 
     def __post_init__(self) -> None:
         count = self.planner.rule.mesh.size
@@ -89,6 +91,20 @@ class GenerationPlanner:
             raise NotImplementedError(
                 f"Generation runs on one device, and there are {count}. Use one."
             )
+
+    def spec(self, array: ArrayId) -> ArraySpec:
+        """The spec of an array at rest, or of rows of one."""
+        whole = self.planner.array_specs()[array.whole]
+        return whole.rows(*array.rows) if array.rows else whole
+
+    @property
+    def resting(self) -> dict[Tier, int]:
+        """Bytes of the arrays at rest on each tier."""
+        found = dict.fromkeys(Tier, 0)
+        for array, tier in self.at_rest.homes.items():
+            if array.role != Role.CONST:
+                found[tier] += self.spec(array).nbytes
+        return found
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -187,7 +203,12 @@ class GenerationPlanner:
         logits, model = checked_apply(self.decoder, *trees, tokens, cache[MODEL])
         seen = cache.get(SEEN)
         token = self.sampling.choose(
-            logits, batch["numbers"], batch["words"], self.key, seen
+            logits,
+            batch["numbers"],
+            batch["num_tokens"],
+            batch["words"],
+            self.key,
+            seen,
         )
         new = {MODEL: model}
         if seen is not None:
@@ -200,11 +221,11 @@ class GenerationPlanner:
         words = in_words(self.key).shape[-1]
         tokens = jax.ShapeDtypeStruct((shape.rows, num_tokens), np.int32)
         cache = {MODEL: self._cache(shape)}
-        numbers = jax.eval_shape(lambda: self.sampling.numbers(0))
         batch = {
             "tokens": tokens,
             "cache": cache,
-            "numbers": numbers,
+            "numbers": jax.eval_shape(self.sampling.constants),
+            "num_tokens": jax.ShapeDtypeStruct((), np.int32),
             "words": jax.ShapeDtypeStruct((shape.rows, words), np.uint32),
         }
         if self.sampling.penalizes:

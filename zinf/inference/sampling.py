@@ -54,6 +54,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "assistant_early_exit": (),
 }
 NONE = -np.inf
+# Tokens that end a sequence are an array of a multiple of so many elements.
+NUM_ENDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,24 +111,31 @@ class Sampling:
         filters = self.top_k > 0, self.top_p < 1, self.min_p > 0
         drawn = (False,) * 3 if self.is_greedy else filters
         can_end = self.eos_token_ids if self.min_new_tokens else ()
-        return self.is_greedy, *drawn, self.penalizes, can_end
+        return self.is_greedy, *drawn, self.penalizes, can_end, len(self.ends())
 
-    def numbers(self, num_tokens: int) -> dict[str, np.generic]:
-        """The numbers of the steps, for token number `num_tokens` of all sequences."""
+    def constants(self) -> dict[str, np.generic]:
+        """The numbers of the steps that are the same for all tokens."""
         return {
             "temperature": np.float32(self.temperature),
             "top_k": np.int32(self.top_k),
             "top_p": np.float32(self.top_p),
             "min_p": np.float32(self.min_p),
             "repetition_penalty": np.float32(self.repetition_penalty),
-            "may_end": np.bool_(num_tokens >= self.min_new_tokens),
-            "num_tokens": np.int32(num_tokens),
+            "min_new_tokens": np.int32(self.min_new_tokens),
         }
+
+    def ends(self) -> np.ndarray:
+        """`eos_token_ids` as int32, filled with -1 to a multiple of `NUM_ENDS`."""
+        count = -(-max(1, len(self.eos_token_ids)) // NUM_ENDS) * NUM_ENDS
+        found = np.full(count, -1, np.int32)
+        found[: len(self.eos_token_ids)] = self.eos_token_ids
+        return found
 
     def choose(
         self,
         logits: jax.Array,
         numbers: Mapping[str, jax.Array],
+        num_tokens: jax.Array,
         words: jax.Array,
         kind: Any,
         seen: jax.Array | None,
@@ -135,7 +144,8 @@ class Sampling:
 
         Args:
             logits: float32 (B, V).
-            numbers: see `numbers`.
+            numbers: see `constants`.
+            num_tokens: the number of new tokens that each sequence has.
             words: the keys of the sequences as 32-bit words, (B, W).
             kind: a key of the kind of these keys.
             seen: whether a sequence has a token already, bool (B, V), if `penalizes`.
@@ -147,14 +157,15 @@ class Sampling:
         if self.min_new_tokens and self.eos_token_ids:
             ends = np.zeros(logits.shape[1], np.bool_)
             ends[list(self.eos_token_ids)] = True
-            is_refused = jnp.logical_and(ends, ~numbers["may_end"])
+            is_early = num_tokens < numbers["min_new_tokens"]
+            is_refused = jnp.logical_and(ends, is_early)
             logits = jnp.where(is_refused[None], NONE, logits)
         if self.is_greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = self._filtered(logits / numbers["temperature"], numbers)
 
         def noise(words: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(from_words(words, kind), numbers["num_tokens"])
+            key = jax.random.fold_in(from_words(words, kind), num_tokens)
             return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
 
         return jnp.argmax(logits + jax.vmap(noise)(words), axis=-1).astype(jnp.int32)

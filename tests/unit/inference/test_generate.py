@@ -16,7 +16,7 @@ from tests.unit.refusals import refusals
 from zinf.core.optim.decision import NonFiniteError
 from zinf.core.plan import InfeasibleError, Run
 from zinf.core.program import Role, Tier
-from zinf.inference import Decoder, plan
+from zinf.inference import Decoder, fused_run, plan
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)
@@ -66,7 +66,13 @@ def on_nvme(folder):
 @pytest.fixture(scope="module")
 def engine():
     with make_engine() as engine:
-        engine.step(BATCH)
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    """An engine with the weights of `engine` that streams what rests on the device."""
+    with make_engine({"execution": "streamed"}) as engine:
         yield engine
 
 
@@ -103,8 +109,24 @@ def used_bytes(engine):
 
 
 def programs(engine):
-    """The programs that the engine used last."""
+    """The programs that the engine used last: fused ones, or a prefill and a decode."""
     return list(engine._forward._made.values())[-1]
+
+
+def spied(engine, name):
+    """A list that gets the arguments of the calls of an executable, as they come."""
+    made, found = programs(engine), []
+    run = getattr(made.programs, name)
+
+    def called(*arguments):
+        result = run(*arguments)
+        found.append((arguments, result))
+        return result
+
+    key = list(engine._forward._made)[-1]
+    instead = replace(made, programs=replace(made.programs, **{name: called}))
+    engine._forward._made[key] = instead
+    return found
 
 
 def test_greedy_tokens_are_those_of_the_model_on_the_whole_text(engine):
@@ -115,9 +137,9 @@ def test_greedy_tokens_are_those_of_the_model_on_the_whole_text(engine):
     assert used_bytes(engine) == before
 
 
-def test_a_cache_is_overwritten_where_it_rests(engine):
-    engine.generate(PROMPTS[:1], max_new_tokens=6)
-    made = programs(engine)
+def test_a_cache_is_overwritten_where_it_rests(streaming):
+    streaming.generate(PROMPTS[:1], max_new_tokens=6)
+    made = programs(streaming)
     for forward in (made.prefill, made.decode):
         program = forward.segmented.program
         # Keys and values of both layers, and the number of slots in use.
@@ -130,6 +152,99 @@ def test_a_cache_is_overwritten_where_it_rests(engine):
         runs = [i for i in forward.plan.instructions if isinstance(i.operation, Run)]
         made_here = {a.role for run in runs for a, _ in run.creates}
         assert Role.CACHE not in made_here
+
+
+ONE_END = {"eos_token_ids": (5,), "temperature": 1.3}
+
+
+@pytest.mark.parametrize("count", [1, 32])
+@pytest.mark.parametrize(
+    "how", [{}, ONE_END, DRAWN, {"temperature": 0.7, "rows": 3, "batch_size": 5}]
+)
+def test_fused_tokens_are_those_of_streamed_programs(how, count, engine, streaming):
+    """Drawn with the same keys, ended by a token or by the caller, on and on."""
+    prompts, keys = (8 * PROMPTS)[:count], jax.random.split(jax.random.key(2), 32)
+    ended = []
+
+    def enough(number, token):
+        ended.append(number)
+        return token % 7 == number % 7
+
+    rest = {"key": keys[:count], "max_new_tokens": 9, **how}
+    for on_token in (None, enough):
+        found, wanted = (
+            each.generate(prompts, on_token=on_token, **rest)
+            for each in (engine, streaming)
+        )
+        assert found == wanted
+    assert len(ended) == 2 * sum(map(len, wanted))
+    assert engine._forward and "everything fits" in programs(engine).why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [LLAMA, {"scan_layers": True}])
+def test_fused_tokens_of_other_models_are_those_of_the_model(shape):
+    with make_engine({}, **shape) as engine:
+        found = engine.generate(PROMPTS, max_new_tokens=6)
+        check_greedy(engine.update_module(), PROMPTS, found)
+        assert programs(engine).programs.plan.is_fused
+
+
+def test_the_loop_overwrites_its_cache_and_ends_with_the_last_text(engine):
+    whole = engine.generate(PROMPTS, max_new_tokens=40)
+    cache = 2 * SHAPE.num_layers * 8 * 64 * SHAPE.embed_dim * 4
+    analysis = programs(engine).programs.decode.memory_analysis()
+    assert cache < analysis.alias_size_in_bytes < 1.1 * cache
+    assert analysis.temp_size_in_bytes < cache
+    calls = spied(engine, "decode")
+    ends = tuple({tokens[6] for tokens in whole})
+    found = engine.generate(PROMPTS, max_new_tokens=40, eos_token_ids=ends)
+    [(_, (_, is_open, place))] = calls
+    assert not is_open.any()
+    assert int(place) == max(map(len, found)) <= 7
+
+
+def test_equal_prompts_are_read_once(engine, monkeypatch):
+    """In blocks of 8 prompts of up to 32 tokens, or 4 of up to 64."""
+    short, long = RNG.integers(0, 97, (2, 9)), RNG.integers(0, 97, (7, 40))
+    rest, blocks = {"max_new_tokens": 4, "temperature": 1.0}, []
+    read = fused_run._Run.read_block
+
+    def counted(run, requests):
+        blocks.append(len(requests))
+        return read(run, requests)
+
+    monkeypatch.setattr(fused_run._Run, "read_block", counted)
+    # The last ones lie in three microbatches: 8 of 21, the next 8, the rest.
+    for prompts, wanted in (
+        (24 * [short[0]], [8]),
+        ([*(7 * [long[0]]), *short, *(6 * [long[1]])], [4, 8]),
+        ([*long, *long, *long], [4, 4]),
+    ):
+        keys = jax.random.split(jax.random.key(3), len(prompts))
+        alone = [
+            engine.generate([prompt], key=keys[i : i + 1], **rest)[0]
+            for i, prompt in enumerate(prompts)
+        ]
+        blocks.clear()
+        assert engine.generate(prompts, key=keys, **rest) == alone
+        assert blocks == wanted
+
+
+def test_fused_programs_keep_the_budget_or_are_not_taken(engine):
+    """With a byte less than they need, generation streams, and says why."""
+    wanted = engine.generate(PROMPTS, max_new_tokens=6)
+    needed = programs(engine).programs.plan.peak_bytes[Tier.DEVICE]
+    for budget, why in (
+        (needed, "everything fits"),
+        (needed - 1, f"needs {needed:,} "),
+    ):
+        with make_engine({"memory": {"device": budget}}) as tight:
+            tight.stores.reset_peaks()
+            assert tight.generate(PROMPTS, max_new_tokens=6) == wanted
+            assert tight.stores.peak_bytes(Tier.DEVICE) <= budget
+            [made] = [x for x in tight._forward._made.values() if hasattr(x, "why")]
+            assert why in made.why
 
 
 def test_later_calls_compile_nothing_and_nothing_grows(engine):

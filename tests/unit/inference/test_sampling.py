@@ -21,8 +21,8 @@ def drawn(sampling, logits=LOGITS, count=200, number=0, seen=None):
     words = to_words(jax.random.split(jax.random.key(1), count))
     many = jnp.tile(jnp.asarray(logits), (count, 1))
     seen = None if seen is None else jnp.tile(jnp.asarray(seen), (count, 1))
-    numbers = sampling.numbers(number)
-    tokens = jax.jit(lambda x: sampling.choose(x, numbers, words, KIND, seen))(many)
+    numbers = sampling.constants(), jnp.int32(number)
+    tokens = jax.jit(lambda x: sampling.choose(x, *numbers, words, KIND, seen))(many)
     return np.bincount(np.asarray(tokens), minlength=len(logits))
 
 
@@ -122,5 +122,5 @@ def test_processors_of_transformers_leave_the_same_tokens():
     wanted = processors(torch.zeros((4, 1), dtype=torch.long), torch.tensor(logits))
     sampling = Sampling(temperature=0.7, top_k=20, top_p=0.8, min_p=0.1)
     scaled = jnp.asarray(logits) / np.float32(0.7)
-    found = sampling._filtered(scaled, sampling.numbers(0))
+    found = sampling._filtered(scaled, sampling.constants())
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6)

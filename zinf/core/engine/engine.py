@@ -111,6 +111,8 @@ class Engine:
         self._restore_from: tuple[Place, bool] | None = None
         self._condition = Condition()
         self._has_warned = False
+        # Of generation. An engine that only runs a model streams its "steps".
+        self._execution: str = self.config.execution
         self._beside_rates = StepsBesideRates()
         _ENGINES.add(self)
 
@@ -288,10 +290,13 @@ class Engine:
     ) -> list[list[int]]:
         """The tokens that the model writes after each prompt. Takes no step.
 
-        Parameters are streamed from where they rest, and once a token for all sequences
-        that are completed together. The cache of keys and values rests on the fastest
-        tier that has room for it; it is freed at the end. The tokens of a sequence
-        depend neither on where arrays rest nor on the other prompts.
+        If the device has all parameters and room for a cache, the loop over tokens runs
+        there as one program, unless `execution` is "streamed". Else parameters are
+        streamed from where they rest, once a token for all sequences that are completed
+        together, and the cache rests on the fastest tier that has room for it. Programs
+        are kept for later calls; the cache is freed at the end. The tokens of a
+        sequence depend neither on the other prompts nor, but for rounding, on where
+        arrays rest.
 
         Args:
             prompts: token ids, a sequence of whole numbers for each prompt.
@@ -741,6 +746,7 @@ class Engine:
             sampling,
             lambda f: problem.bound(f if of_params is None else of_params(f)),
             jax.random.key(0) if key is None else key.reshape(-1)[0],
+            self._execution,
         )
         same = SameFunction(decoder.apply), sampling.steps, str(planner.key.dtype)
         self._flush()

@@ -1,6 +1,7 @@
 """Traces a function to a flat graph whose inputs have names."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,23 +122,8 @@ def trace_function(
         return _outputs(function(*arguments), name)
 
     arguments = (params, batch) if key is None else (params, batch, key)
-    try:
+    with noted(name, params, batch):
         closed, outputs = trace(checked, *arguments)
-    except WrongResult as error:
-        # A new error, without the frames and notes of the trace.
-        raise WrongResult(str(error)) from None
-    except Exception as error:
-        given = ", ".join(f"{n} {_brief(x)}" for n, x in named_leaves(batch).items())
-        error.add_note(
-            f"{name} raised this when zinf traced it with the batch {given or 'None'}."
-        )
-        if isinstance(error, (KeyError, AttributeError, IndexError)):
-            error.add_note(f"The parameters are {listed(named_leaves(params))}.")
-        if isinstance(error, (TypeError, ValueError)):
-            for note in _of_other_precision(params, batch):
-                error.add_note(note)
-        error.__traceback__ = traceback_of_user(error)
-        raise
     invars = open_jaxpr(closed)[0].invars
     leaves = named_leaves(params)
     batch_names = [f"batch/{n}" for n in named_leaves(batch)]
@@ -155,6 +141,33 @@ def trace_function(
     for equation in graph.equations:
         _check_effects(equation, name)
     return Source(graph, param_vars, batch_vars, jax.tree.structure(outputs))
+
+
+@contextmanager
+def noted(name: str, params: Any, batch: Any) -> Generator[None, None, None]:
+    """Add to errors of tracing a function what it was called with.
+
+    Args:
+        name: what errors call the function.
+        params, batch: shapes and dtypes.
+    """
+    try:
+        yield
+    except WrongResult as error:
+        # A new error, without the frames and notes of the trace.
+        raise WrongResult(str(error)) from None
+    except Exception as error:
+        given = ", ".join(f"{n} {_brief(x)}" for n, x in named_leaves(batch).items())
+        error.add_note(
+            f"{name} raised this when zinf traced it with the batch {given or 'None'}."
+        )
+        if isinstance(error, (KeyError, AttributeError, IndexError)):
+            error.add_note(f"The parameters are {listed(named_leaves(params))}.")
+        if isinstance(error, (TypeError, ValueError)):
+            for note in _of_other_precision(params, batch):
+                error.add_note(note)
+        error.__traceback__ = traceback_of_user(error)
+        raise
 
 
 class WrongResult(ValueError):

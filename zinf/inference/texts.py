@@ -1,0 +1,59 @@
+"""The texts of some requests while they are written, token by token."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+
+from zinf.core.optim.decision import NonFiniteError
+from zinf.inference.prompts import Request
+
+OnToken = Callable[[int, int], object]
+
+
+class Texts:
+    """What is written of some requests, and which of them go on.
+
+    Args:
+        ends: tokens that end a text.
+        on_token: called with the number of a prompt and its next token, as soon as the
+            token is known. If it returns True, the text ends with this token.
+
+    Attributes:
+        made: the new tokens of each request, by its number.
+        open: the numbers of the requests that no token has ended.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], ends: Collection[int], on_token: OnToken
+    ):
+        self.ends, self.on_token = ends, on_token
+        self.made: dict[int, list[int]] = {r.number: [] for r in requests}
+        self.open = {request.number for request in requests}
+
+    def take(
+        self, requests: Sequence[Request], results: Mapping[str, np.ndarray], place: int
+    ) -> None:
+        """Note the next token of those requests whose text goes on.
+
+        Args:
+            results: `token` and `is_finite`, (rows,), with a row for each request or
+                more.
+            place: the number of the token in its sequence.
+
+        Raises:
+            NonFiniteError: the logits of an open request are not finite.
+        """
+        for row, request in enumerate(requests):
+            if request.number not in self.open:
+                continue
+            if not results["is_finite"][row]:
+                raise NonFiniteError(
+                    f"The logits of prompt {request.number} are not finite at new "
+                    f"token {place + 1}. A weight is, or the prompt has a token "
+                    "outside the vocabulary, or the dtype is too narrow for the model."
+                )
+            token = int(results["token"][row])
+            self.made[request.number].append(token)
+            is_over = self.on_token(request.number, token) is True
+            if is_over or token in self.ends:
+                self.open.remove(request.number)
