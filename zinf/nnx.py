@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import ConfigSource, make_planner, measuring
+from zinf.core.engine.tempered import tempered
 from zinf.core.jaxpr import passed
 from zinf.core.machine.devices import on_devices
 from zinf.core.segment import (
@@ -58,6 +59,7 @@ class Decodes(Protocol):
 
     def decode(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]: ...
 
+    # With a keyword argument `temperature` if `log_probabilities` is given one.
     def token_scores(self, batch: Any) -> jax.Array: ...
 
 
@@ -105,9 +107,11 @@ class ModuleEngine(Engine):
     def _of_params(self) -> Callable[[Callable], Callable]:
         return partial(_ModuleFunction, self._graphdef)
 
-    def _token_scores(self) -> Callable:
+    def _token_scores(self, temperature: float) -> Callable:
         model = self._decodes
-        return super()._token_scores() if model is None else type(model).token_scores
+        if model is None:
+            return super()._token_scores(temperature)
+        return tempered(type(model).token_scores, temperature)
 
     def _decoder(self, given: Decoder | None) -> Decoder:
         """The given decoder, whose `apply` takes the module, or the module's own."""

@@ -22,6 +22,7 @@ from zinf.core.config.adapter import Adapter
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import ConfigSource, make_planner, measuring
 from zinf.core.engine.named import MASTER
+from zinf.core.engine.tempered import tempered
 from zinf.core.interchange.names import listed
 from zinf.core.interchange.place import fill
 from zinf.core.interchange.tensors import AbstractTensors
@@ -77,8 +78,8 @@ class ModelEngine(Engine):
             self._own_decoder = decoder_for(self._model, self._adapted, self.planner)
         return self._own_decoder
 
-    def _token_scores(self) -> Callable:
-        function = self._model.token_log_probabilities
+    def _token_scores(self, temperature: float) -> Callable:
+        function = tempered(self._model.token_log_probabilities, temperature)
         return function if self._adapted is None else self._adapted.applied(function)
 
     def initialize_state(self) -> None:

@@ -461,13 +461,20 @@ class Model:
         return -jnp.sum(losses, axis=1)
 
     def _token_losses(
-        self, params: Params, batch: Batch, *key: jax.Array, train: bool
+        self,
+        params: Params,
+        batch: Batch,
+        *key: jax.Array,
+        train: bool,
+        temperature: float = 1.0,
     ) -> tuple[jax.Array, jax.Array]:
         """The cross entropy of each token's successor, and whether it has a label.
 
         Both (batch, tokens); where there is no label, the loss is 0.
         """
         logits = self.logits(params, batch, *key, train=train).astype(jnp.float32)
+        if temperature != 1:
+            logits = logits / temperature
         labels = _labels(batch)
         ends = jnp.full_like(labels[:, :1], IGNORED)
         next_labels = jnp.concatenate([labels[:, 1:], ends], axis=1)
@@ -542,13 +549,17 @@ class Model:
             return "it takes no position_ids"
         return f"it has layers of {', '.join(sorted(kinds))}" if kinds else ""
 
-    def token_log_probabilities(self, params: Params, batch: Batch) -> jax.Array:
+    def token_log_probabilities(
+        self, params: Params, batch: Batch, *, temperature: float = 1.0
+    ) -> jax.Array:
         """That of each token given those before it, float32 (batch, tokens - 1).
 
         Args:
             batch: as for `loss`; tokens without a label have 0.
+            temperature: logits are divided by it.
         """
-        return -self._token_losses(params, batch, train=False)[0][:, :-1]
+        rest = {"train": False, "temperature": temperature}
+        return -self._token_losses(params, batch, **rest)[0][:, :-1]
 
     def check(self, batch: Any) -> None:
         """Refuse tokens that the model cannot know, and a batch that trains on none.

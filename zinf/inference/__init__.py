@@ -15,3 +15,6 @@ from zinf.inference.prompts import check_length as check_length
 from zinf.inference.sampling import Sampling as Sampling
 from zinf.inference.sampling import read_settings as read_settings
 from zinf.inference.sampling import token_ids as token_ids
+from zinf.inference.scores import Scored as Scored
+from zinf.inference.scores import Scores as Scores
+from zinf.inference.scores import Written as Written

@@ -15,6 +15,7 @@ from zinf.inference.choose import make_generation
 from zinf.inference.generation import AbstractGeneration, Job, Kept
 from zinf.inference.plan import GenerationPlanner
 from zinf.inference.prompts import Request, as_tokens, by_part, check_lengths
+from zinf.inference.scores import Scores, Written
 from zinf.inference.texts import OnToken
 
 ROWS = 8
@@ -36,6 +37,7 @@ class Asked:
     rows: int = ROWS
     batch_size: int | None = None
     on_token: OnToken | None = None
+    scores: Scores | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "batch_size"):
@@ -52,8 +54,8 @@ def complete(
     stores: Stores,
     current: AbstractRunner,
     kept: Kept,
-) -> list[list[int]]:
-    """The new tokens of each prompt.
+) -> list[Written]:
+    """What is new of each prompt.
 
     Args:
         keys: a random key a prompt; or one, of which each prompt gets its own.
@@ -74,18 +76,18 @@ def complete(
             zip(tokens, _words(keys, planner.key, len(tokens)), strict=True)
         )
     ]
-    found: dict[int, list[int]] = {request.number: [] for request in requests}
+    found = {request.number: Written() for request in requests}
     while requests:
         written, open_numbers = _written(
             requests, asked, planner, stores, current, kept
         )
         for number, new in written.items():
-            found[number] += new
+            found[number].extend(new)
         requests = [
-            _continued(request, written[request.number])
+            _continued(request, written[request.number].tokens)
             for request in requests
             if request.number in open_numbers
-            and len(found[request.number]) < asked.max_new_tokens
+            and len(found[request.number].tokens) < asked.max_new_tokens
         ]
     return [found[number] for number in range(len(tokens))]
 
@@ -97,9 +99,9 @@ def _written(
     stores: Stores,
     current: AbstractRunner,
     kept: Kept,
-) -> tuple[dict[int, list[int]], set[int]]:
-    """The next tokens of each request, and the requests that no token has ended."""
-    found: dict[int, list[int]] = {}
+) -> tuple[dict[int, Written], set[int]]:
+    """What comes next of each request, and the requests that no token has ended."""
+    found: dict[int, Written] = {}
     open_numbers: set[int] = set()
     switches_at = planner.decoder.switches_at
     groups = by_part(requests, asked.rows, asked.max_new_tokens, switches_at)

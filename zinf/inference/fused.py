@@ -48,8 +48,8 @@ class FusedPrograms:
 
     The arrays of a microbatch are {"cache", "logits" (B, V)} after its prompts were
     read. Its state while tokens are drawn is {"cache", "token" (B,), "written"} and
-    "seen" (B, V) if earlier tokens matter; "written" has `token` and `is_finite`, (B,
-    M). `given` is described by `Functions.given`.
+    "seen" (B, V) if earlier tokens matter; "written" has what `GenerationPlanner.draw`
+    returns, with places as the second dim: (B, M, ...). For `given` see `Functions`.
 
     Attributes:
         weights: the arrays at rest that `prefill` and `decode` get first, in order.
@@ -188,15 +188,16 @@ class Functions:
     def begin(
         self, logits_BV: Any, seen_BV: Any, is_open_B: Any, given: Arrays
     ) -> tuple[Arrays, Any]:
-        size = self.shape.rows, self.num_places
+        place = jnp.int32(0)
+        results, _ = jax.eval_shape(self._results, logits_BV, seen_BV, given, place)
         written = {
-            "is_finite": jnp.zeros(size, jnp.bool_),
-            "token": jnp.zeros(size, jnp.int32),
+            name: jnp.zeros((x.shape[0], self.num_places, *x.shape[1:]), x.dtype)
+            for name, x in results.items()
         }
         state = {"written": written}
         if seen_BV is not None:
             state["seen"] = seen_BV
-        return self._draw(state, logits_BV, is_open_B, given, jnp.int32(0))
+        return self._draw(state, logits_BV, is_open_B, given, place)
 
     def decode(
         self,
@@ -226,26 +227,27 @@ class Functions:
         self, state: Arrays, logits_BV: Any, is_open_B: Any, given: Arrays, place: Any
     ) -> tuple[Arrays, Any]:
         """The state with the next token, and which sequences it does not end."""
-        sampling, number = self.planner.sampling, given["first"] + place
-        seen_BV, key = state.get("seen"), self.planner.key
-        token_B = sampling.choose(
-            logits_BV, given["numbers"], number, given["words"], key, seen_BV
-        )
-        results = {
-            "is_finite": jnp.isfinite(logits_BV.max(axis=-1)),
-            "token": token_B,
-        }
+        seen_BV = state.get("seen")
+        results, seen_BV = self._results(logits_BV, seen_BV, given, place)
         written = {
             name: jax.lax.dynamic_update_slice_in_dim(
                 state["written"][name], result[:, None], place, axis=1
             )
             for name, result in results.items()
         }
+        token_B = results["token"]
         new = {**state, "token": token_B, "written": written}
         if seen_BV is not None:
-            new["seen"] = seen_BV.at[jnp.arange(len(token_B)), token_B].set(True)
+            new["seen"] = seen_BV
         ends_B = (token_B[:, None] == given["ends"][None]).any(axis=1)
         return new, is_open_B & results["is_finite"] & ~ends_B
+
+    def _results(
+        self, logits_BV: Any, seen_BV: Any, given: Arrays, place: Any
+    ) -> tuple[Arrays, Any]:
+        """See `GenerationPlanner.draw`."""
+        numbers, number = given["numbers"], given["first"] + place
+        return self.planner.draw(logits_BV, numbers, number, given["words"], seen_BV)
 
     def _read(self, flat: Arrays, tokens: Any, cache: Any) -> tuple[Any, Any]:
         def read(*arguments: Any) -> tuple[Any, Any]:

@@ -24,7 +24,6 @@ from zinf.inference.generation import (
 )
 from zinf.inference.plan import (
     CACHE,
-    RESULTS,
     SEEN,
     Generation,
     GenerationPlanner,
@@ -140,12 +139,14 @@ class _Run:
             leaves["batch/tokens"] = tokens[m]
             inputs.append(leaves | self.passed[m])
         outputs = program.run(inputs)
-        names = [*RESULTS, *(n for n in self.planned.names if n not in self.caches)]
+        passed = [n for n in self.planned.names if n not in self.caches]
+        num_results = len(self.planned.results)
         rows = self.planned.shape.rows
         found = []
         for m, arrays in enumerate(outputs):
-            results = dict(zip(names, arrays, strict=True))
-            self.passed[m] = {n: results[n] for n in names[len(RESULTS) :]}
+            told = zip(self.planned.results, arrays[:num_results], strict=True)
+            results = dict(told)
+            self.passed[m] = dict(zip(passed, arrays[num_results:], strict=True))
             own = self.requests[m * rows : (m + 1) * rows]
             self.texts.take(own, results, number)
             found.append(results["token"][:, None])

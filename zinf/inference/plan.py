@@ -25,9 +25,10 @@ from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
 from zinf.inference.decoder import Decoder, checked_apply
 from zinf.inference.sampling import Sampling
+from zinf.inference.scores import Scores
 
 NAME = "the decoder"
-RESULTS = ("is_finite", "token")  # As `jax.tree` sorts them.
+NEEDED = "is_finite", "token"  # Results of drawing that are always there.
 CACHE = "batch/cache/"
 MODEL, SEEN = "model", "seen"
 
@@ -52,6 +53,7 @@ class Generation:
 
     Attributes:
         names: the leaves of the cache in flattened order, as the programs name them.
+        results: what the programs return beside them, in flattened order.
         first: makes the cache before the first token, leaf by leaf on the host, given
             the first slot of each sequence.
     """
@@ -60,6 +62,7 @@ class Generation:
     prefill: Forward
     decode: Forward
     names: tuple[str, ...]
+    results: tuple[str, ...]
     first: Leafwise
 
 
@@ -72,6 +75,7 @@ class GenerationPlanner:
             arrays and a batch.
         key: a random key of the kind of those of the sequences.
         execution: as in a config; "streamed" never fuses.
+        scores: what is told of drawn tokens; None for nothing.
 
     Raises:
         NotImplementedError: the planner is for several devices.
@@ -84,6 +88,7 @@ class GenerationPlanner:
     bound: Callable[[Callable], Callable]
     key: jax.Array
     execution: str = "auto"
+    scores: Scores | None = None
 
     def __post_init__(self) -> None:
         count = self.planner.rule.mesh.size
@@ -126,7 +131,7 @@ class GenerationPlanner:
             decode, _ = self._plan(shape, 1, caches, self._tiers_from(prefill))
             if decode.cache_homes == prefill.cache_homes:
                 first = self._first_cache(shape)
-                return Generation(shape, prefill, decode, names, first)
+                return Generation(shape, prefill, decode, names, self.results, first)
             # A leaf that only one of them can overwrite is passed by both.
             only = caches.intersection(decode.segmented.program.caches)
             tiers = self._tiers_from(decode)
@@ -182,8 +187,9 @@ class GenerationPlanner:
         function = Function(NAME, self.bound(self._step))
         batch = self._batch(shape, num_tokens)
         names = [CACHE + path for path in named_leaves(batch["cache"])]
+        num_results = len(self.results)
         outputs = {
-            name: len(RESULTS) + i
+            name: num_results + i
             for i, name in enumerate(names)
             if only is None or name in only
         }
@@ -197,24 +203,49 @@ class GenerationPlanner:
         return forward, tuple(names)
 
     def _step(self, *arguments: Any) -> tuple[Any, Any]:
-        """`(params[, model_state], batch) -> ({"is_finite", "token"}, new cache)`."""
+        """`(params[, model_state], batch) -> (results, new cache)`; see `draw`."""
         *trees, batch = arguments
         cache, tokens = batch["cache"], batch["tokens"]
         logits, model = checked_apply(self.decoder, *trees, tokens, cache[MODEL])
-        seen = cache.get(SEEN)
-        token = self.sampling.choose(
+        found, seen = self.draw(
             logits,
             batch["numbers"],
             batch["num_tokens"],
             batch["words"],
-            self.key,
-            seen,
+            cache.get(SEEN),
         )
-        new = {MODEL: model}
-        if seen is not None:
-            new[SEEN] = seen.at[jnp.arange(len(token)), token].set(True)
+        return found, {MODEL: model} | ({} if seen is None else {SEEN: seen})
+
+    def draw(
+        self,
+        logits: jax.Array,
+        numbers: Mapping[str, jax.Array],
+        num_tokens: jax.Array,
+        words: jax.Array,
+        seen: jax.Array | None,
+    ) -> tuple[dict[str, jax.Array], jax.Array | None]:
+        """The next token of each sequence, and which tokens each has then.
+
+        Args:
+            logits, ...: see `Sampling.choose`.
+
+        Returns:
+            `token` and `is_finite`, (B,), with what `Scores.of` gives; and bool (B, V),
+            None if that does not matter.
+        """
+        token = self.sampling.choose(logits, numbers, num_tokens, words, self.key, seen)
         found = {"is_finite": jnp.isfinite(logits.max(axis=-1)), "token": token}
-        return found, new
+        if self.scores is not None:
+            found |= self.scores.of(logits, token, numbers["temperature"])
+        if seen is not None:
+            seen = seen.at[jnp.arange(len(token)), token].set(True)
+        return found, seen
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The results of `draw`, as `jax.tree` sorts them."""
+        scores = () if self.scores is None else self.scores.names
+        return tuple(sorted((*NEEDED, *scores)))
 
     def _batch(self, shape: Shape, num_tokens: int) -> Any:
         """Shapes and dtypes of one microbatch."""

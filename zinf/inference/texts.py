@@ -5,7 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from zinf.core.optim.decision import NonFiniteError
+from zinf.inference.plan import NEEDED
 from zinf.inference.prompts import Request
+from zinf.inference.scores import Written
 
 OnToken = Callable[[int, int], object]
 
@@ -19,7 +21,7 @@ class Texts:
             token is known. If it returns True, the text ends with this token.
 
     Attributes:
-        made: the new tokens of each request, by its number.
+        made: what is new of each request, by its number.
         open: the numbers of the requests that no token has ended.
     """
 
@@ -27,7 +29,7 @@ class Texts:
         self, requests: Sequence[Request], ends: Collection[int], on_token: OnToken
     ):
         self.ends, self.on_token = ends, on_token
-        self.made: dict[int, list[int]] = {r.number: [] for r in requests}
+        self.made = {request.number: Written() for request in requests}
         self.open = {request.number for request in requests}
 
     def take(
@@ -37,12 +39,13 @@ class Texts:
 
         Args:
             results: `token` and `is_finite`, (rows,), with a row for each request or
-                more.
+                more; and what `Scores.of` gives.
             place: the number of the token in its sequence.
 
         Raises:
             NonFiniteError: the logits of an open request are not finite.
         """
+        scores = {n: x for n, x in results.items() if n not in NEEDED}
         for row, request in enumerate(requests):
             if request.number not in self.open:
                 continue
@@ -53,7 +56,8 @@ class Texts:
                     "outside the vocabulary, or the dtype is too narrow for the model."
                 )
             token = int(results["token"][row])
-            self.made[request.number].append(token)
+            found = {name: values[row] for name, values in scores.items()}
+            self.made[request.number].add(token, found)
             is_over = self.on_token(request.number, token) is True
             if is_over or token in self.ends:
                 self.open.remove(request.number)

@@ -180,14 +180,18 @@ class GPT(nnx.Module):
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         return decode(self, tokens_BT, cache)
 
-    def token_scores(self, batch: Batch) -> jax.Array:
+    def token_scores(self, batch: Batch, *, temperature: float = 1.0) -> jax.Array:
         """The log-probability of each token given those before it, float32 (B, T).
 
         Args:
             batch: as for `next_token_loss`.
+            temperature: logits are divided by it.
         """
         tokens = batch["tokens"]
-        return -cross_entropy(self(tokens[:, :-1]), tokens[:, 1:])
+        logits = self(tokens[:, :-1])
+        if temperature != 1:
+            logits = logits / temperature
+        return -cross_entropy(logits, tokens[:, 1:])
 
     def _kept(self, layer: int, kept_BSP: jax.Array | None) -> jax.Array | None:
         if kept_BSP is None or layer not in self.config.random_ltd_layers:

@@ -16,7 +16,7 @@ from tests.unit.refusals import refusals
 from zinf.core.optim.decision import NonFiniteError
 from zinf.core.plan import InfeasibleError, Run
 from zinf.core.program import Role, Tier
-from zinf.inference import Decoder, fused_run, plan
+from zinf.inference import Decoder, Scores, fused_run, plan
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)
@@ -92,15 +92,20 @@ def check_greedy(model, prompts, found):
 
     All texts are read at once: what follows a token does not change its logits.
     """
-    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, found, strict=True)]
-    whole = np.zeros((len(texts), 32), np.int32)
-    for row, text in enumerate(texts):
-        whole[row, : len(text)] = text
+    whole = whole_texts(prompts, found)
     logits = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(whole))
     likeliest = np.asarray(logits.argmax(-1))
     for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         first = len(prompt) - 1
         assert list(likeliest[row, first : first + len(tokens)]) == tokens
+
+
+def whole_texts(prompts, found):
+    """Prompts with what follows them, int32 (B, 32), with zeros at the end."""
+    whole = np.zeros((len(found), 32), np.int32)
+    for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
+        whole[row, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+    return whole
 
 
 def used_bytes(engine):
@@ -329,6 +334,39 @@ def test_reading_a_sequence_anew_changes_no_token(engine):
         assert [token for i, token in told if i == number] == tokens
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("streams", [False, True])
+def test_scores_are_those_of_the_text_before_tokens_are_left_out(
+    streams, temperature, engine, streaming
+):
+    """Also of a sequence that is read anew, and next to one that ends early."""
+    which, key = streaming if streams else engine, jax.random.key(4)
+    rest = {"max_new_tokens": 6, "eos_token_ids": (5, 9, 40), "top_k": 20, "key": key}
+    rest |= {"temperature": temperature, "repetition_penalty": 1.1}
+    decoder = replace(which._decoder(None), switches_at=12)
+    found = which.generate(PROMPTS, scores=Scores(3), decoder=decoder, **rest)
+    texts = [text.tokens for text in found]
+    assert texts == engine.generate(PROMPTS, **rest)
+    batch, tempered = {"tokens": whole_texts(PROMPTS, texts)}, temperature or 1.0
+    scores = engine.log_probabilities(batch, temperature=tempered)
+    logits = engine.apply(last_logits, batch) / tempered
+    for row, text in enumerate(found):
+        first, count = len(PROMPTS[row]) - 1, len(text.tokens)
+        own = scores[row, first : first + count]
+        np.testing.assert_allclose(text.log_probabilities, own, atol=4e-6)
+        log_shares = jax.nn.log_softmax(logits[row, first : first + count])
+        entropies = -(jnp.exp(log_shares) * log_shares).sum(-1)
+        np.testing.assert_allclose(text.entropies, entropies, rtol=1e-5)
+        top = np.sort(log_shares)[:, :-4:-1]
+        np.testing.assert_allclose(text.top_log_probabilities, top, atol=4e-6)
+        again = np.take_along_axis(np.asarray(log_shares), text.top_tokens, axis=-1)
+        np.testing.assert_allclose(again, top, atol=4e-6)
+
+
+def last_logits(model, batch):
+    return model(batch["tokens"])
+
+
 @pytest.mark.slow
 def test_log_probabilities_are_those_of_the_logits(engine):
     found = engine.log_probabilities(BATCH)
@@ -364,6 +402,10 @@ def test_bad_input_is_refused_by_name(engine, small, golden):
         "draws without a key": generate([1], temperature=0.5),
         "too many keys": generate([1], key=KEYS),
         "no rows": generate([1], rows=0),
+        "fewer top tokens than none": lambda: Scores(num_top=-1),
+        "scores at no temperature": lambda: engine.log_probabilities(
+            BATCH, temperature=0.0
+        ),
         "no decoder": lambda: small.generate([[1]], max_new_tokens=1),
         "no scores": lambda: small.log_probabilities({"x": np.ones(2)}),
         "a decoder that cuts its cache": decode(shorter_cache),

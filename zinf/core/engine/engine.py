@@ -9,7 +9,7 @@ from hashlib import sha256
 from html import escape
 from os import PathLike
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Self, overload
 from weakref import WeakSet, finalize
 
 import jax
@@ -64,7 +64,17 @@ from zinf.core.step.run.forward import ForwardRunner, joined
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import AbstractRunner, Evaluate, switch
 from zinf.core.step.setup import AtRest
-from zinf.inference import ROWS, Asked, Decoder, GenerationPlanner, Sampling, complete
+from zinf.inference import (
+    ROWS,
+    Asked,
+    Decoder,
+    GenerationPlanner,
+    Sampling,
+    Scored,
+    Scores,
+    Written,
+    complete,
+)
 
 logger = logging.getLogger(__name__)
 _ENGINES: WeakSet["Engine"] = WeakSet()
@@ -275,6 +285,25 @@ class Engine:
         with self._turn.of("apply"):
             return self._apply(function, batch, key, num_microbatches)
 
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        max_new_tokens: int,
+        scores: None = None,
+        **rest: Any,
+    ) -> list[list[int]]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        max_new_tokens: int,
+        scores: Scores,
+        **rest: Any,
+    ) -> list[Scored]: ...
+
     def generate(
         self,
         prompts: Sequence[Any],
@@ -286,8 +315,9 @@ class Engine:
         rows: int = ROWS,
         batch_size: int | None = None,
         on_token: Callable[[int, int], object] | None = None,
+        scores: Scores | None = None,
         **sampling: Any,
-    ) -> list[list[int]]:
+    ) -> list[list[int]] | list[Scored]:
         """The tokens that the model writes after each prompt. Takes no step.
 
         If the device has all parameters and room for a cache, the loop over tokens runs
@@ -311,6 +341,8 @@ class Engine:
                 many as the budgets allow.
             on_token: called with the number of a prompt and its next token. If it
                 returns True, the text ends with this token.
+            scores: if given, each text comes as a `Scored`, with log-probabilities of
+                its tokens, entropies, and maybe the likeliest tokens of each place.
             sampling: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `eos_token_ids`
                 and `min_new_tokens`; see `zinf.inference.Sampling`.
 
@@ -331,15 +363,22 @@ class Engine:
                 rows=rows,
                 batch_size=batch_size,
                 on_token=on_token,
+                scores=scores,
             )
             how = Sampling(temperature=temperature, **sampling)
-            return self._generate(prompts, self._decoder(decoder), how, asked, key)
+            texts = self._generate(prompts, self._decoder(decoder), how, asked, key)
+            if scores is not None:
+                return [text.scored() for text in texts]
+            return [text.tokens for text in texts]
 
-    def log_probabilities(self, batch: Any, *, num_microbatches: int = 1) -> np.ndarray:
+    def log_probabilities(
+        self, batch: Any, *, temperature: float = 1.0, num_microbatches: int = 1
+    ) -> np.ndarray:
         """The log-probability of each token of a batch given those before it.
 
         Args:
             batch: as for the loss of the model.
+            temperature: logits are divided by it first.
             num_microbatches: see `apply`.
 
         Returns:
@@ -348,9 +387,8 @@ class Engine:
         Raises:
             ValueError: the engine trains a function, not a model that it knows.
         """
-        return self.apply(
-            self._token_scores(), batch, num_microbatches=num_microbatches
-        )
+        function = self._token_scores(temperature)
+        return self.apply(function, batch, num_microbatches=num_microbatches)
 
     def flush(self) -> None:
         """Run the updates that the last step deferred to the next one, if any.
@@ -716,7 +754,7 @@ class Engine:
             )
         return given
 
-    def _token_scores(self) -> Callable:
+    def _token_scores(self, temperature: float) -> Callable:
         """What `log_probabilities` applies, if the engine knows its model."""
         raise ValueError(
             "This engine trains a function, so it does not know how the model scores "
@@ -730,7 +768,7 @@ class Engine:
         sampling: Sampling,
         asked: Asked,
         key: jax.Array | None,
-    ) -> list[list[int]]:
+    ) -> list[Written]:
         self._condition.check()
         current = self._placed()
         if key is None and not sampling.is_greedy:
@@ -747,8 +785,10 @@ class Engine:
             lambda f: problem.bound(f if of_params is None else of_params(f)),
             jax.random.key(0) if key is None else key.reshape(-1)[0],
             self._execution,
+            asked.scores,
         )
-        same = SameFunction(decoder.apply), sampling.steps, str(planner.key.dtype)
+        how = sampling.steps, str(planner.key.dtype), asked.scores
+        same = SameFunction(decoder.apply), *how
         self._flush()
         return complete(
             prompts,

@@ -1,0 +1,175 @@
+"""Generates with a model in memory, in zinf (fused and streamed) and transformers.
+
+    python scripts/bench/bench_decode.py [--batches 1 16] [--tokens 48] [--rounds 5]
+        [--dtype float32]
+
+All generate greedily with the same Llama of random weights in the shape of
+SmolLM2-135M, in the same dtype, from the same prompts; how many texts are the same is
+printed. Each contender runs in its own process with all cores. In each round all of
+them generate once, in random order, so other load on the machine affects them alike;
+ratios are of the same round. zinf's rows are the batch.
+
+Needs `zinf[hf]`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import transformers
+from rich.console import Console
+from rich.table import Table
+from served import Served, answer
+
+NAMES = ("zinf", "zinf-streamed", "transformers")
+WARM_UP = 1  # Rounds that compile.
+PROMPT = 16
+SHAPE = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+def save_model(folder: Path, dtype: str) -> None:
+    """Writes a Llama of random weights."""
+    import torch
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPE, dtype=dtype)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder)
+
+
+def serve_torch(given: dict[str, Any]) -> None:
+    """Generates for every line of stdin; prints seconds and tokens, as JSON."""
+    import torch
+
+    dtype = getattr(torch, given["dtype"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        given["model"], dtype=dtype
+    ).eval()
+    prompts, count = torch.tensor(np.load(given["prompts"])), given["tokens"]
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        found = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        seconds = time.perf_counter() - began
+        answer({"seconds": seconds, "tokens": found[:, prompts.shape[1] :].tolist()})
+
+
+def serve_zinf(given: dict[str, Any], execution: str) -> None:
+    """`serve_torch`, of zinf."""
+    import zinf
+    from zinf import hf
+
+    zinf.tune_malloc()
+    prompts = np.load(given["prompts"])
+    config = {"execution": execution, "bf16": {"enabled": given["dtype"] != "float32"}}
+    model, rows = hf.load(given["model"]), len(prompts)
+    with hf.open_model(model, config, rows=rows, length=PROMPT) as engine:
+        for _ in sys.stdin:
+            began = time.perf_counter()
+            tokens = engine.generate(
+                list(prompts), max_new_tokens=given["tokens"], rows=rows
+            )
+            answer({"seconds": time.perf_counter() - began, "tokens": tokens})
+
+
+def race(given: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """The seconds of each contender by round, without those of warming up."""
+    here, env = Path(__file__), os.environ | {"JAX_PLATFORMS": "cpu"}
+    env |= {"PYTHONPATH": str(here.parents[2])}
+    running, seconds, texts = {}, {name: [] for name in NAMES}, {}
+    for name in NAMES:
+        command = [sys.executable, here, "--serve", name, json.dumps(given)]
+        running[name] = Served(command, env)
+    for _ in range(rounds + WARM_UP):
+        for name in random.sample(NAMES, len(NAMES)):
+            found = running[name].ask()
+            seconds[name].append(found["seconds"])
+            texts[name] = found["tokens"]
+    for each in running.values():
+        each.close()
+    for name in NAMES[1:]:
+        pairs = zip(texts[NAMES[0]], texts[name], strict=True)
+        same = sum(mine == theirs for mine, theirs in pairs)
+        print(f"{name}: {same} of {len(texts[name])} texts are those of {NAMES[0]}")
+    return {name: found[WARM_UP:] for name, found in seconds.items()}
+
+
+def report(batch: int, num_tokens: int, seconds: dict[str, list[float]]) -> None:
+    table = Table(
+        *("", "tokens/s", "least-most", "s a text", "time of transformers / own"),
+        box=None,
+    )
+    theirs = seconds["transformers"]
+    for name, found in seconds.items():
+        rates = sorted(batch * num_tokens / s for s in found)
+        ratios = sorted(b / a for a, b in zip(found, theirs, strict=True))
+        table.add_row(
+            name,
+            f"{median(rates):.1f}",
+            f"{rates[0]:.1f}-{rates[-1]:.1f}",
+            f"{median(found):.2f}",
+            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        )
+    print(f"\nbatch {batch}, load {os.getloadavg()[0]:.1f} at the end")
+    Console(width=100, highlight=False).print(table)
+
+
+def main() -> None:
+    options = parse()
+    versions = {name: version(name) for name in ("jax", "torch", "transformers")}
+    print(platform.platform(), f"{os.cpu_count()} cores", versions, options.dtype)
+    with tempfile.TemporaryDirectory(prefix="zinf-decode-") as place:
+        folder = Path(place)
+        save_model(folder / "model", options.dtype)
+        for batch in options.batches:
+            prompts = folder / f"prompts-{batch}.npy"
+            rng = np.random.default_rng(0)
+            np.save(prompts, rng.integers(3, SHAPE["vocab_size"], (batch, PROMPT)))
+            given = {"model": str(folder / "model"), "prompts": str(prompts)}
+            given |= {"tokens": options.tokens, "dtype": options.dtype}
+            report(batch, options.tokens, race(given, options.rounds))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--tokens", type=int, default=48, help="new ones of a text")
+    parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} more")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        name, given = sys.argv[2], json.loads(sys.argv[3])
+        if name == "transformers":
+            serve_torch(given)
+        else:
+            serve_zinf(given, "streamed" if name == "zinf-streamed" else "auto")
+    else:
+        main()
