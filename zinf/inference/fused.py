@@ -1,6 +1,7 @@
 """Fused generation: prefill, and a loop over tokens, as executables on the device.
 
-All weights and the cache are on the device. The loop is one executable
+All weights and the cache are on the device: weights that rest elsewhere because steps
+need the room are copied there for the time of a call. The loop is one executable
 (`jax.lax.while_loop`) that overwrites its donated state; it ends early when every
 sequence has ended. It computes what the streamed programs compute, and draws with the
 same keys, so the tokens are the same unless two logits differ by less than the rounding
@@ -52,7 +53,8 @@ class FusedPrograms:
     returns, with places as the second dim: (B, M, ...). For `given` see `Functions`.
 
     Attributes:
-        weights: the arrays at rest that `prefill` and `decode` get first, in order.
+        weights: the arrays that `prefill` and `decode` get first, in order, and their
+            bytes.
         prefill: `(weights, tokens (P, T), starts (P,)) -> arrays of a block`.
         empty: `() -> arrays of a microbatch`, of zeros.
         spread: `(arrays of a microbatch, donated, arrays of a block, rows (B,), is_of
@@ -66,7 +68,7 @@ class FusedPrograms:
         workspace_bytes: device memory beside the arrays at rest.
     """
 
-    weights: tuple[ArrayId, ...]
+    weights: dict[ArrayId, int]
     prefill: Callable
     empty: Callable
     spread: Callable
@@ -89,16 +91,10 @@ def why_not_fused(planner: GenerationPlanner) -> str | None:
     """Why generation streams, as a sentence; None if it might be fused."""
     if planner.execution == "streamed":
         return "Streamed, because execution is 'streamed'."
-    elsewhere = {
-        array: tier
-        for array, tier in planner.at_rest.homes.items()
-        if array.role == Role.PARAM and tier != Tier.DEVICE
-    }
-    if not elsewhere:
-        return None
-    nbytes = sum(planner.spec(array).nbytes for array in elsewhere)
-    tiers = " and ".join(sorted(set(elsewhere.values())))
-    return f"Streamed, because {show_bytes(nbytes)} of weights rest on {tiers}."
+    asked = planner.planner.config.param_tier
+    if asked not in (None, Tier.DEVICE):
+        return f"Streamed, because offload_param asks for weights on {asked}."
+    return None
 
 
 def fuse(planner: GenerationPlanner, shape: Shape) -> FusedPrograms:
@@ -133,6 +129,12 @@ class Functions:
     def _flat(self) -> Arrays:
         """Shapes and dtypes of the parameters by path."""
         return self.planner.planner.problem.abstract_arguments()
+
+    @cached_property
+    def elsewhere(self) -> dict[ArrayId, Tier]:
+        """The weights that are copied to the device, and where they rest."""
+        homes = self.planner.at_rest.homes
+        return {a: homes[a] for a in self.weights if homes[a] != Tier.DEVICE}
 
     @property
     def num_places(self) -> int:
@@ -317,7 +319,10 @@ class Functions:
         flops = int((programs["decode"].cost_analysis() or {}).get("flops", 0))
         plan = self._plan(workspace, flops)
         return FusedPrograms(
-            self.weights, **programs, plan=plan, workspace_bytes=workspace
+            {array: self.planner.spec(array).nbytes for array in self.weights},
+            **programs,
+            plan=plan,
+            workspace_bytes=workspace,
         )
 
     def _compile(
@@ -358,7 +363,7 @@ class Functions:
         own = {name: memory(x).device_bytes for name, x in programs.items()}
         for name in ("prefill", "decode"):
             own[name] -= _nbytes(weights)
-        return max(
+        return self._copied_bytes + max(
             own["prefill"] + _nbytes(arrays),
             own["spread"],
             own["begin"] + _nbytes(arrays["cache"]) + _nbytes(block),
@@ -366,17 +371,29 @@ class Functions:
         )
 
     def _check_room(self, arrays: Any) -> None:
-        """Raise if the cache alone is too large, before anything is compiled."""
-        self._plan(_nbytes(arrays), 0)
+        """Raise if weights and cache alone are too large, before compiling anything."""
+        self._plan(self._copied_bytes + _nbytes(arrays), 0)
+
+    @cached_property
+    def _copied_bytes(self) -> int:
+        return sum(self.planner.spec(array).nbytes for array in self.elsewhere)
 
     def _plan(self, workspace_bytes: int, flops: int) -> Plan:
         planner = self.planner
         capacity, resting = planner.planner.capacity(), planner.resting
-        needed = resting[Tier.DEVICE] + workspace_bytes
-        if needed > capacity[Tier.DEVICE]:
-            what = "what rests there with the fused programs of generation"
-            short = Shortage(capacity[Tier.DEVICE], needed, what)
-            raise InfeasibleError({Tier.DEVICE: short}, capacity)
+        peaks = dict(resting)
+        peaks[Tier.DEVICE] += workspace_bytes
+        # Through the host, one at a time.
+        read = [a for a, tier in self.elsewhere.items() if tier == Tier.NVME]
+        peaks[Tier.HOST] += max((planner.spec(a).nbytes for a in read), default=0)
+        what = "what rests there with the fused programs of generation"
+        lacking = {
+            tier: Shortage(capacity[tier], needed, what)
+            for tier, needed in peaks.items()
+            if tier != Tier.NVME and needed > capacity[tier]
+        }
+        if lacking:
+            raise InfeasibleError(lacking, capacity)
         plan = fused_plan(
             planner.at_rest.homes,
             resting[Tier.DEVICE],
@@ -385,8 +402,12 @@ class Functions:
             flops,
             planner.planner.rates(),
         )
-        peaks = {**resting, Tier.DEVICE: needed}
-        return replace(plan, home_bytes=resting, peak_bytes=peaks, why=FUSED)
+        why = FUSED
+        if self.elsewhere:
+            tiers = " and ".join(sorted(set(self.elsewhere.values())))
+            nbytes = show_bytes(self._copied_bytes)
+            why += f" {nbytes} of weights that rest on {tiers} are copied there first."
+        return replace(plan, home_bytes=resting, peak_bytes=peaks, why=why)
 
 
 NO_AXIS = -1

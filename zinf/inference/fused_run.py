@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.core.program import Tier
+from zinf.core.memory import Stores, to_device
+from zinf.core.program import ArrayId, Tier
 from zinf.inference.fused import FusedPrograms, block_rows
 from zinf.inference.generation import (
     AbstractGeneration,
@@ -59,8 +60,11 @@ class _Run:
     def __init__(self, made: FusedGeneration, requests: Sequence[Request], job: Job):
         self.programs, self.shape, self.job = made.programs, made.shape, job
         self.texts = job.texts(requests)
-        device = job.stores.device
-        self.weights = [device.read(a).result() for a in self.programs.weights]
+        homes = self.programs.plan.homes
+        self.weights = [
+            _on_device(array, homes[array], nbytes, job.stores)
+            for array, nbytes in self.programs.weights.items()
+        ]
         # Equal prompts are neighbours: a block is kept for the next microbatch only.
         self.prompts: dict[bytes, int] = {}
         for request in requests:
@@ -162,6 +166,20 @@ class _Run:
         found = np.zeros(self.shape.rows, np.bool_)
         found[: len(batch)] = [r.number in self.texts.open for r in batch]
         return found
+
+
+def _on_device(array: ArrayId, tier: Tier, nbytes: int, stores: Stores) -> jax.Array:
+    """An array as it rests on the device, or a copy of it there."""
+    if tier == Tier.DEVICE:
+        return stores.device.read(array).result()
+    # What is read from a drive takes memory of the host meanwhile.
+    taken, ledger = nbytes if tier == Tier.NVME else 0, stores.host.ledger
+    ledger.reserve(taken, str(array))
+    try:
+        content = stores[tier].read(array).result()
+        return to_device([content], stores.device.device)[0]
+    finally:
+        ledger.release(taken)
 
 
 def _content(request: Request) -> bytes:

@@ -16,7 +16,7 @@ from tests.unit.refusals import refusals
 from zinf.core.optim.decision import NonFiniteError
 from zinf.core.plan import InfeasibleError, Run
 from zinf.core.program import Role, Tier
-from zinf.inference import Decoder, Scores, fused_run, plan
+from zinf.inference import Decoder, Scores, choose, fused_run, plan
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)
@@ -250,6 +250,27 @@ def test_fused_programs_keep_the_budget_or_are_not_taken(engine):
             assert tight.stores.peak_bytes(Tier.DEVICE) <= budget
             [made] = [x for x in tight._forward._made.values() if hasattr(x, "why")]
             assert why in made.why
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_weights_elsewhere_are_copied_for_the_time_of_a_call(
+    tier, engine, tmp_path, monkeypatch
+):
+    """Where steps need the room of the device, and no tier was asked for."""
+    wanted = engine.generate(PROMPTS, max_new_tokens=6)
+    settings = {"execution": "offloaded"}
+    if tier == Tier.NVME:
+        settings = on_nvme(tmp_path)
+        monkeypatch.setattr(choose, "why_not_fused", lambda planner: None)
+    with make_engine(settings) as other:
+        before = used_bytes(other)
+        other.stores.reset_peaks()
+        assert other.generate(PROMPTS, max_new_tokens=6) == wanted
+        made = programs(other).programs
+        assert f"of weights that rest on {tier} are copied" in made.plan.why
+        for each, peak in made.plan.peak_bytes.items():
+            assert other.stores.peak_bytes(each) <= peak
+        assert used_bytes(other) == before
 
 
 def test_later_calls_compile_nothing_and_nothing_grows(engine):

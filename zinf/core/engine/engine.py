@@ -320,8 +320,8 @@ class Engine:
     ) -> list[list[int]] | list[Scored]:
         """The tokens that the model writes after each prompt. Takes no step.
 
-        If the device has all parameters and room for a cache, the loop over tokens runs
-        there as one program, unless `execution` is "streamed". Else parameters are
+        If parameters and a cache fit the device, the loop over tokens runs there as one
+        program, unless `execution` is "streamed" or `offload_param` is set. Else parameters are
         streamed from where they rest, once a token for all sequences that are completed
         together, and the cache rests on the fastest tier that has room for it. Programs
         are kept for later calls; the cache is freed at the end. The tokens of a
