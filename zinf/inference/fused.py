@@ -339,15 +339,19 @@ class Functions:
 
     def _arrays(self, shape: Shape) -> Any:
         """Shapes and dtypes of the arrays of a microbatch."""
+        logits = jax.ShapeDtypeStruct((shape.rows, self._num_words), np.float32)
+        return {"cache": self._cache(shape), "logits": logits}
 
-        def read(flat: Arrays, tokens: Any, starts: Any) -> Arrays:
-            cache = self.planner.decoder.init_cache(starts, self.shape.length)
-            logits, cache = self._read(flat, tokens, cache)
-            return {"cache": cache, "logits": logits}
+    def _cache(self, shape: Shape) -> Any:
+        init_cache = self.planner.decoder.init_cache
+        return jax.eval_shape(lambda x: init_cache(x, shape.length), shape.starts)
 
-        tokens = jax.ShapeDtypeStruct((shape.rows, 1), np.int32)
+    @cached_property
+    def _num_words(self) -> int:
+        tokens = jax.ShapeDtypeStruct((self.shape.rows, 1), np.int32)
         with noted(NAME, self._flat, self.batch):
-            return jax.eval_shape(read, self._flat, tokens, shape.starts)
+            read = self._flat, tokens, self._cache(self.shape)
+            return jax.eval_shape(self._read, *read)[0].shape[-1]
 
     def _weight_spec(self, array: ArrayId) -> jax.ShapeDtypeStruct:
         spec = self.planner.spec(array)

@@ -321,12 +321,12 @@ class Engine:
         """The tokens that the model writes after each prompt. Takes no step.
 
         If parameters and a cache fit the device, the loop over tokens runs there as one
-        program, unless `execution` is "streamed" or `offload_param` is set. Else parameters are
-        streamed from where they rest, once a token for all sequences that are completed
-        together, and the cache rests on the fastest tier that has room for it. Programs
-        are kept for later calls; the cache is freed at the end. The tokens of a
-        sequence depend neither on the other prompts nor, but for rounding, on where
-        arrays rest.
+        program, unless `execution` is "streamed" or `offload_param` is set. Else
+        parameters are streamed from where they rest, once a token for all sequences
+        that are completed together, and the cache rests on the fastest tier that has
+        room for it. Programs are kept for later calls; the cache is freed at the end.
+        The tokens of a sequence depend neither on the other prompts nor, but for
+        rounding, on where arrays rest.
 
         Args:
             prompts: token ids, a sequence of whole numbers for each prompt.
