@@ -273,8 +273,22 @@ def test_weights_elsewhere_are_copied_for_the_time_of_a_call(
         assert used_bytes(other) == before
 
 
-def test_later_calls_compile_nothing_and_nothing_grows(engine):
+def test_training_goes_on_as_without_a_fused_call():
+    losses = []
+    for generates in (False, True):
+        with make_engine() as engine:
+            losses.append([engine.step(BATCH)["loss"]])
+            if generates:
+                engine.generate(PROMPTS, max_new_tokens=6)
+                assert "Fused" in programs(engine).why
+            losses[-1] += [engine.step(BATCH)["loss"] for _ in range(2)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["engine", "streaming"])
+def test_later_calls_compile_nothing_and_nothing_grows(name, request):
     """Calls with prompts of one bucket, as those of reinforcement learning."""
+    engine = request.getfixturevalue(name)
 
     def call(i):
         prompts, key = RNG.integers(0, 97, (1 + i % 20, 1 + i % 16)), jax.random.key(i)
