@@ -65,14 +65,16 @@ class _Run:
             _on_device(array, homes[array], nbytes, job.stores)
             for array, nbytes in self.programs.weights.items()
         ]
-        # Equal prompts are neighbours: a block is kept for the next microbatch only.
-        self.prompts: dict[bytes, int] = {}
+        by_prompt: dict[bytes, list[Request]] = {}
         for request in requests:
-            self.prompts.setdefault(_content(request), len(self.prompts))
-        ordered = sorted(requests, key=lambda r: self.prompts[_content(r)])
-        self.firsts = {self.prompts[_content(r)]: r for r in reversed(ordered)}
+            by_prompt.setdefault(request.tokens.tobytes(), []).append(request)
+        self.prompts = list(by_prompt.values())
+        # Equal prompts are neighbours: a block is kept for the next microbatch only.
+        pairs = [(n, r) for n, equal in enumerate(self.prompts) for r in equal]
         rows = self.shape.rows
-        self.batches = [ordered[i : i + rows] for i in range(0, len(ordered), rows)]
+        cut = [pairs[i : i + rows] for i in range(0, len(pairs), rows)]
+        self.batches = [[request for _, request in batch] for batch in cut]
+        self.places = [[number for number, _ in batch] for batch in cut]
         self.block_rows = block_rows(self.shape)
         self.block: tuple[int, Any] | None = None
 
@@ -83,15 +85,12 @@ class _Run:
 
     def read(self, number: int) -> Any:
         """The arrays of a microbatch, whose prompts have been read."""
-        places = [self.prompts[_content(r)] for r in self.batches[number]]
-        needed = sorted({place // self.block_rows for place in places})
-        coming = [r for batch in self.batches[number + 1 :] for r in batch[:1]]
+        places, size = self.places[number], self.block_rows
+        needed = sorted({place // size for place in places})
         last = needed[-1]
-        is_kept = any(
-            self.prompts[_content(r)] // self.block_rows == last for r in coming
-        )
-        is_whole = self.block_rows == self.shape.rows and len(needed) == 1
-        rows = [place % self.block_rows for place in places]
+        is_kept = any(x[0] // size == last for x in self.places[number + 1 :][:1])
+        is_whole = size == self.shape.rows and len(needed) == 1
+        rows = [place % size for place in places]
         if is_whole and not is_kept and rows == list(range(len(rows))):
             arrays = self.of_block(last)
             self.block = None
@@ -101,7 +100,7 @@ class _Run:
         spread[: len(rows)] = rows
         for block in needed:
             is_of = np.zeros(self.shape.rows, np.bool_)
-            is_of[: len(rows)] = [p // self.block_rows == block for p in places]
+            is_of[: len(rows)] = [place // size == block for place in places]
             content = self.of_block(block)
             arrays = self.programs.spread(arrays, content, spread, is_of)
             del content
@@ -115,8 +114,8 @@ class _Run:
             return self.block[1]
         self.block = None
         first = block * self.block_rows
-        end = min(first + self.block_rows, len(self.prompts))
-        requests = [self.firsts[place] for place in range(first, end)]
+        prompts = self.prompts[first : first + self.block_rows]
+        requests = [equal[0] for equal in prompts]
         self.block = block, self.read_block(filled(requests, self.block_rows))
         return self.block[1]
 
@@ -180,7 +179,3 @@ def _on_device(array: ArrayId, tier: Tier, nbytes: int, stores: Stores) -> jax.A
         return to_device([content], stores.device.device)[0]
     finally:
         ledger.release(taken)
-
-
-def _content(request: Request) -> bytes:
-    return request.tokens.tobytes()
