@@ -31,7 +31,6 @@ from zinf.core.problem.source import noted
 from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.sharding.mesh import replicated
 from zinf.core.step.choice import FUSED, in_short
-from zinf.core.step.whole.fused import placed_specs
 from zinf.core.topology import compile_for, memory
 from zinf.inference.decoder import checked_apply
 from zinf.inference.plan import NAME, GenerationPlanner, Shape
@@ -330,7 +329,10 @@ class Functions:
     ) -> jax.stages.Compiled:
         mesh = self.planner.planner.rule.mesh
         everywhere = replicated(mesh)
-        placed = placed_specs(arguments, (everywhere,) * len(arguments))
+        placed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+            arguments,
+        )
         donated = () if donates is None else (donates,)
         jitted = jax.jit(function, donate_argnums=donated, out_shardings=everywhere)
         with noted(NAME, self._flat, self.batch):

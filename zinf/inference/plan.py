@@ -8,6 +8,7 @@ arXiv:2303.06865, section 4.1; ZeRO-Inference, arXiv:2207.00032, section 6).
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from zinf.core.problem.leafwise import Leafwise
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 from zinf.core.segment import Function, named_leaves
 from zinf.core.sharding.mesh import first_cpu
+from zinf.core.step.arrays import array_specs
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
@@ -99,8 +101,12 @@ class GenerationPlanner:
 
     def spec(self, array: ArrayId) -> ArraySpec:
         """The spec of an array at rest, or of rows of one."""
-        whole = self.planner.array_specs()[array.whole]
-        return whole.rows(*array.rows) if array.rows else whole
+        whole = self._wholes[array.whole]
+        return whole.piece(array.rows) if array.rows else whole
+
+    @cached_property
+    def _wholes(self) -> dict[ArrayId, ArraySpec]:
+        return array_specs(self.planner.problem, self.planner.separated)
 
     @property
     def resting(self) -> dict[Tier, int]:
