@@ -29,6 +29,7 @@ from zinf.core.optim.average import with_ema
 from zinf.core.plan import InfeasibleError
 from zinf.core.program import Tier
 from zinf.core.segment import named_leaves
+from zinf.core.step.run.forward import ForwardRunner
 
 slow = pytest.mark.slow
 DECAY, AFTER, STEPS = 0.75, 1, 4
@@ -221,16 +222,21 @@ def test_an_average_needs_the_weights():
         tx.update(params, tx.init(params))
 
 
-def test_an_evaluation_without_room_names_the_budget(tmp_path):
+def test_an_evaluation_without_room_names_the_budget(tmp_path, monkeypatch):
     """Averages are float32: a device may have room for bfloat16 weights alone."""
     (batch,) = PYTREE.batches(1)
-    needed = {}
+    needed, made, init = {}, [], ForwardRunner.__init__
+
+    def noted(self, forward, *rest):
+        made.append(forward)
+        init(self, forward, *rest)
+
+    monkeypatch.setattr(ForwardRunner, "__init__", noted)
     for kind in ("master", "ema"):
         config = Setting(ON_HOST, "bf16").config(PYTREE, str(tmp_path))
         with PYTREE.start(TX, config, batch=batch) as engine:
             engine.prepare_evaluation(batch, kind=kind)
-            forward = engine._evaluation(batch, kind).forward
-            needed[kind] = forward.plan.peak_bytes[Tier.DEVICE]
+            needed[kind] = made[-1].plan.peak_bytes[Tier.DEVICE]
     assert needed["ema"] > needed["master"]
     with pytest.raises(InfeasibleError, match="memory.device"):
         config["memory"] = {"device": needed["master"] // 2}

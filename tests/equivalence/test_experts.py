@@ -81,7 +81,10 @@ def test_every_array_of_an_expert_is_cut_by_experts_then_columns_or_rows():
     # Experts, then the dim that `tensor` cuts; the last bias is whole.
     dims = {"up/kernel": 2, "up/bias": 1, "down/kernel": 1, "down/bias": None}
     count = 0
-    for array, layout in layouts(GPT_CAPACITY, 3, "E+T+D", 2).arrays.items():
+    found = layouts(GPT_CAPACITY, 3, "E+T+D", 2)
+    gradients = [ArrayId(Role.GRADIENT, path) for path in found.gradients]
+    for array in (*found.arrays, *gradients):
+        layout = found.of(array)
         name = array.path.partition("/experts/")[2]
         if not name:
             continue

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 
 import zinf
 from zinf.core.engine.initialize import make_planner
-from zinf.core.step.planner import Planner
+from zinf.core.step import shrink
 
 SHAPE = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 PARAMS = [np.full((8, 8), (i + 1) / 8, np.float32) for i in range(3)]
@@ -182,9 +182,9 @@ def test_weights_of_one_sample_are_read_by_tile():
 def test_what_cannot_rest_anywhere_is_refused_after_one_attempt(monkeypatch):
     """Adam's state of 1.5 MB, in 1.25 MiB of budgets: smaller segments do not help."""
     tried = []
-    compile_once = Planner.compile
+    compile_once = shrink.compiled
     monkeypatch.setattr(
-        Planner, "compile", lambda *given: tried.append(1) or compile_once(*given)
+        shrink, "compiled", lambda *given: tried.append(1) or compile_once(*given)
     )
     memory = {"device": 2**18, "host": 2**20}
     config = {"train_batch_size": 4, "execution": "streamed", "memory": memory}

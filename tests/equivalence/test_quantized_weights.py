@@ -116,7 +116,7 @@ def test_gathers_send_a_quarter_of_the_bytes():
 def test_on_one_device_nothing_is_gathered_or_rounded():
     one = planner(Setting(ON_DEVICE, more=QUANTIZED))
     source = one.trace(jax.eval_shape(lambda: WIDE.batches(1)[0]))
-    assert all(x.is_gathered for x in one.layouts(source).arrays.values())
+    assert all(x.layout.is_gathered for x in one.layouts(source).arrays.values())
 
 
 def test_a_fused_step_is_refused():

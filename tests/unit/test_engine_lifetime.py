@@ -40,15 +40,17 @@ class Inside:
     def __init__(self, engine, monkeypatch, method="step"):
         self.entered, self.may_go = threading.Event(), threading.Event()
         self.result = None
-        runner, name = engine._current, "evaluate" if method == "evaluate" else "step"
-        real = getattr(runner, name)
+        owner, name, real = engine._current, "step", engine._current.step
+        if method == "evaluate":
+            evaluate = engine._evaluation(draw(1), "master")
+            owner, name, real = engine, "_evaluation", lambda *_: evaluate
 
         def held(*arguments, **named):
             self.entered.set()
             assert self.may_go.wait(60)
             return real(*arguments, **named)
 
-        monkeypatch.setattr(runner, name, held)
+        monkeypatch.setattr(owner, name, held)
 
         def run():
             self.result = getattr(engine, method)(draw(1))

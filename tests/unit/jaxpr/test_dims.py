@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zinf.core.jaxpr import inline_all, trace
 from zinf.core.jaxpr.compat import Literal, build_jaxpr, evaluate, fresh
@@ -27,6 +29,7 @@ ROW, ROW_INT, ROW_BOOL = (jax.ShapeDtypeStruct((4,), t) for t in ("f4", "i4", "b
 PLACES = jax.ShapeDtypeStruct((4, 6, 2), "i4")
 HEADS, FEWER = (jax.ShapeDtypeStruct((2, 8, n, 8), "f4") for n in (4, 2))
 SEGMENTS = jax.ShapeDtypeStruct((2, 8), "i4")
+ON_ONE = NamedSharding(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), P())
 NAMES = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"} | {
     "not": "bitwise_not"
 }
@@ -47,6 +50,7 @@ ELEMENTWISE_CASES = {
     "round": (lax.round, ROW),
 }
 CASES = {
+    "sharding_constraint": (lambda x: lax.with_sharding_constraint(x, ON_ONE), F),
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x[:, None], (4, 2, 6, 8)), F),
     "transpose": (lambda x: x.transpose(2, 0, 1), F),
     "squeeze": (lambda x: x[:, :1].squeeze(1), F),
