@@ -1,6 +1,8 @@
 """`zinf finetune`, and the config that it and `zinf plan --model` have by default."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,10 @@ ADAPTER_LEARNING_RATE = 2e-4
 ALPHA_OF_RANK = 2
 # The rate rises over so much of the run, and falls to zero at its end.
 WARMUP_RATIO = 0.03
+SCHEDULE = {
+    "type": "linear",
+    "params": {"warmup_ratio": WARMUP_RATIO, "total_num_steps": "auto"},
+}
 
 
 def finetune_model(
@@ -84,6 +90,9 @@ def finetune_model(
         task = hf.Task(config)
         raw["run"]["steps"] = task.steps_of_epochs(batch_size(config), epochs, _say)
     config = Config.load(raw)
+    if raw.get("scheduler") == SCHEDULE and _is_mostly_warmup(config.run.steps):
+        raw["scheduler"] = {"type": "linear"}
+        config = Config.load(raw)
     check_places(config)
     with held_run(config, group):
         # First, for the config of the run is still the one that is compared.
@@ -138,15 +147,7 @@ def model_config(
         "data": {"validation_fraction": 0.0},
         "train_batch_size": samples,
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_type": "linear",
-                "warmup_ratio": WARMUP_RATIO,
-                "warmup_max_lr": "auto",
-                "total_num_steps": "auto",
-            },
-        },
+        "scheduler": deepcopy(SCHEDULE),
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 3},
@@ -160,6 +161,11 @@ def model_config(
             section = section.setdefault(below, {})
         section[name] = value
     return raw
+
+
+def _is_mostly_warmup(num_steps: int) -> bool:
+    """Whether the default warm-up, whose first rate is 0, is half of a run or more."""
+    return 2 * ceil(WARMUP_RATIO * num_steps) >= num_steps
 
 
 def _refuse_adapters(chosen: Mapping[str, Any]) -> None:

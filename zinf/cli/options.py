@@ -50,7 +50,8 @@ FINETUNE = {
     "learning_rate": Option(
         "optimizer.params.lr",
         float,
-        "Of AdamW, at most: it falls to zero after 3% of warm-up. 1e-5 if absent, 2e-4 "
+        "Of AdamW, at most: after 3% of warm-up (none in one or two steps) it falls to "
+        "zero, as the linear schedule of transformers does. 1e-5 if absent, 2e-4 "
         f"with adapters, a tenth for {_LOW}.",
     ),
     "sequence_length": Option(

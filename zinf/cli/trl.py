@@ -106,11 +106,7 @@ REFUSED = {
 # TRL's and transformers' defaults, where one of several options is given.
 ROWS_PER_DEVICE = 8
 RANK = 16
-SCHEDULES = {
-    "linear": "WarmupDecayLR",
-    "cosine": "WarmupCosineLR",
-    "constant_with_warmup": "WarmupLR",
-}
+SCHEDULES = ("linear", "cosine", "constant_with_warmup")
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit")
 OPTIMIZERS += ("adamw_8bit",)  # axolotl
 # Values of axolotl's `adapter`, and what TRL's users ask for with each.
@@ -325,19 +321,12 @@ class _Options:
                 f"--lr-scheduler-type {name}: it must be constant, "
                 f"{', '.join(SCHEDULES)}; others are set by --set scheduler=..."
             )
-        params = {"warmup_type": "linear"}
+        params = "warmup_num_steps: 0"
         if steps is not None and int(float(steps)):
-            params["warmup_num_steps"] = steps
+            params = f"warmup_num_steps: {steps}"
         elif ratio is not None:
-            params["warmup_ratio"] = ratio
-        else:
-            params["warmup_num_steps"] = "0"
-        if name == "cosine":
-            params["cos_min_ratio"] = "0.0"
-        else:
-            params["warmup_max_lr"] = "auto"
-        shown = ", ".join(f"{key}: {value}" for key, value in params.items())
-        self.set("scheduler", f"{{type: {SCHEDULES[name]}, params: {{{shown}}}}}")
+            params = f"warmup_ratio: {ratio}"
+        self.set("scheduler", f"{{type: {name}, params: {{{params}}}}}")
 
     def _add_precision(self) -> None:
         is_fp16 = self._is_on("fp16")

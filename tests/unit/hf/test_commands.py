@@ -61,7 +61,9 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     # Both of a row are trained on: the answer of two tokens, and its end.
     assert steps[0]["tokens_seen"] == 2 * 2 * 3
     rates = [line["learning_rate"] for line in steps]
-    assert rates[5] == max(rates) and rates[-1] < rates[5] / 6
+    # As of transformers: warm-up is ceil(0.2 * 18) steps, and 14 are left after it.
+    expected = [i / 4 for i in range(4)] + [(18 - i) / 14 for i in range(4, 18)]
+    np.testing.assert_allclose(rates, 2e-2 * np.array(expected), 1e-5, 1e-8)
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
     assert steps[-1]["evaluation_loss"] < steps[0]["loss"] / 2
     config = yaml.safe_load((tmp_path / "tuned.run/finetune.yaml").read_text())
@@ -74,6 +76,24 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     assert tuned.config.dtype == torch.bfloat16
     again = run("finetune", folder, *common)
     assert again.exit_code == 2 and "is there already" in again.output
+
+
+@pytest.mark.slow
+def test_a_run_of_two_steps_changes_the_weights(tmp_path):
+    folder, data, output = model_folder(tmp_path), data_file(tmp_path), tmp_path / "out"
+    common = ["--data", data, "--steps", 2, "--samples", 3]
+    common += ["--learning-rate", 1e-2]
+    done = run("finetune", folder, *common, "--output", output)
+    assert done.exit_code == 0, done.output
+    rates = [line["learning_rate"] for line in metrics_of(tmp_path / "out.run")]
+    assert rates == pytest.approx([1e-2, 5e-3])
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(x) for x in (folder, output)
+    )
+    # Adam's first updates are as large as the learning rate.
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = after.get_parameter(name) - before.get_parameter(name)
+    assert change.abs().mean() > 5e-3
 
 
 # Neither a token that fills up rows nor, in the second case, one that ends texts.

@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules, step by step as its scheduler classes compute them."""
+"""Schedules, step by step as those of DeepSpeed and transformers compute them."""
 
 import math
 
@@ -113,6 +113,24 @@ def test_a_warmup_reaches_the_optimizers_lr_or_a_peak_of_its_own(kind, peak):
 def test_a_decay_ends_with_the_run_unless_told():
     given = learning_rates("WarmupCosineLR", numbered(4, 20))
     assert learning_rates("WarmupCosineLR", numbered(4), run={"steps": 20}) == given
+
+
+@pytest.mark.parametrize("num_warm", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
+def test_rates_are_those_of_transformers(kind, num_warm):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=LR)
+    schedule = transformers.get_scheduler(kind, optimizer, num_warm, NUM_STEPS)
+    expected = []
+    for _ in range(NUM_STEPS):
+        expected += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    run = {"steps": NUM_STEPS}
+    for key, value in (("num_steps", num_warm), ("ratio", (num_warm - 0.5) / 40)):
+        params = {f"warmup_{key}": max(0, value)}
+        rates = learning_rates(kind, params, run=run)
+        np.testing.assert_allclose(rates, expected, 1e-5, 1e-8)
 
 
 def one_cycle(p):

@@ -11,8 +11,11 @@ from zinf.core.config.scheduler import (
     LRRangeTestParams,
     OneCycleParams,
     SchedulerParams,
+    ShapedWarmupParams,
+    WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
+    WarmupParams,
 )
 from zinf.core.config.section import Section
 
@@ -123,6 +126,19 @@ def _scheduled_rate(config: Config) -> Iterator[Notice]:
             yield Notice(("optimizer", "params", name), f"{text}, and sets the rate.")
 
 
+def _always_cold(config: Config) -> Iterator[Notice]:
+    params = config.scheduler.params if config.scheduler else None
+    if not isinstance(params, WarmupParams):
+        return
+    num_cold = _cold_steps(params)
+    if 0 < config.run.steps <= num_cold:
+        text = "the learning rate is 0 in every step, so nothing is learned"
+        first = "step has" if num_cold == 1 else f"{num_cold} steps have"
+        text += f": the first {first} a rate of 0, and run.steps is {config.run.steps}"
+        more = "Take more steps, or a schedule without a warm-up."
+        yield Notice(("scheduler", "type"), f"{text}. {more}")
+
+
 def _replaced_rate(config: Config) -> Iterator[Notice]:
     params = config.optimizer.params if config.optimizer else None
     if (
@@ -167,6 +183,18 @@ def _no_evaluation(config: Config) -> Iterator[Notice]:
     if run.evaluate_every is None and "evaluate_batches" in run.model_fields_set:
         text = "has no effect without run.evaluate_every: nothing is evaluated"
         yield Notice(("run", "evaluate_batches"), f"{text}.")
+
+
+def _cold_steps(params: WarmupParams) -> int:
+    """The number of steps at the start of a warm-up whose learning rate is 0."""
+    match params:
+        case WarmupCosineLRParams() if params.warmup_min_ratio:
+            return 1
+        case WarmupLRParams() | WarmupDecayLRParams() if params.warmup_min_lr:
+            return 0
+        case ShapedWarmupParams():
+            return 2
+    return int(bool(params.warmup_num_steps or params.warmup_ratio))
 
 
 def _rate_of(params: SchedulerParams) -> tuple[str, float] | None:
@@ -254,6 +282,7 @@ RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _pinned_otherwise,
     _nothing_to_cut,
     _scheduled_rate,
+    _always_cold,
     _replaced_rate,
     _cycled_betas,
     _no_average,

@@ -1,4 +1,9 @@
-"""The `scheduler` section: DeepSpeed's schedules with their own parameters."""
+"""The `scheduler` section: DeepSpeed's schedules and those of `transformers`.
+
+A warm-up of DeepSpeed (`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`) has its lowest
+rate, by default 0, in its first two steps; one of `transformers` (`linear`, `cosine`,
+`constant_with_warmup`) in its first step only.
+"""
 
 from typing import Annotated, Literal
 
@@ -87,24 +92,11 @@ class OneCycleParams(SchedulerParams):
 class WarmupParams(SchedulerParams):
     """What all warm-ups take."""
 
-    warmup_num_steps: Auto[Whole] = 1000
-    """Steps of warm-up; fewer than 2 are 2, as in DeepSpeed."""
+    warmup_num_steps: Auto[Whole] = 0
+    """Steps of warm-up."""
 
     warmup_ratio: Fraction | None = None
     """Share of all steps in place of warmup_num_steps, rounded up."""
-
-    warmup_type: Auto[Literal["log", "linear"]] = "log"
-    """Shape of the warm-up: logarithmic or linear in the step."""
-
-
-class WarmupLRParams(WarmupParams):
-    """Warm up, then stay."""
-
-    warmup_min_lr: Auto[NonNegative] = 0.0
-    """Learning rate of the first step."""
-
-    warmup_max_lr: Annotated[NonNegative | None, OptimizerLR] = None
-    """Learning rate after the warm-up; the optimizer's lr when absent or auto."""
 
 
 class DecayParams(WarmupParams):
@@ -114,24 +106,56 @@ class DecayParams(WarmupParams):
     """Steps until the end of the decay; run.steps when absent."""
 
 
-class WarmupDecayLRParams(DecayParams):
+class ShapedWarmupParams(WarmupParams):
+    """What the warm-ups of DeepSpeed take. The first two steps have the same rate."""
+
+    warmup_num_steps: Auto[Whole] = 1000
+    """Steps of warm-up; fewer than 2 are 2, as in DeepSpeed."""
+
+    warmup_type: Auto[Literal["log", "linear"]] = "log"
+    """Shape of the warm-up: logarithmic or linear in the step."""
+
+
+class WarmupLRParams(ShapedWarmupParams):
+    """Warm up, then stay."""
+
+    warmup_min_lr: Auto[NonNegative] = 0.0
+    """Learning rate of the first two steps."""
+
+    warmup_max_lr: Annotated[NonNegative | None, OptimizerLR] = None
+    """Learning rate after the warm-up; the optimizer's lr when absent or auto."""
+
+
+class WarmupDecayLRParams(ShapedWarmupParams, DecayParams):
     """Warm up, then fall linearly to zero."""
 
     warmup_min_lr: Auto[NonNegative] = 0.0
-    """Learning rate of the first step."""
+    """Learning rate of the first two steps."""
 
     warmup_max_lr: Annotated[NonNegative | None, OptimizerLR] = 1e-3
     """Learning rate after the warm-up; the optimizer's lr when auto."""
 
 
-class WarmupCosineLRParams(DecayParams):
+class WarmupCosineLRParams(ShapedWarmupParams, DecayParams):
     """Warm up, then fall along a half cosine. Scales the optimizer's lr."""
 
     warmup_min_ratio: Auto[NonNegative] = 0.0
-    """Share of the learning rate at the first step."""
+    """Share of the learning rate at the second step; the first has a rate of 0."""
 
     cos_min_ratio: Auto[NonNegative] = 1e-4
     """Share of the learning rate at the end."""
+
+
+class LinearParams(DecayParams):
+    """As in transformers: warm up from 0, then fall linearly to zero."""
+
+
+class CosineParams(DecayParams):
+    """As in transformers: warm up from 0, then fall to zero along a half cosine."""
+
+
+class ConstantWithWarmupParams(WarmupParams):
+    """As in transformers: warm up from 0, then stay."""
 
 
 class Scheduler(TypedSection):
@@ -143,6 +167,9 @@ class Scheduler(TypedSection):
         "WarmupCosineLR": WarmupCosineLRParams,
         "OneCycle": OneCycleParams,
         "LRRangeTest": LRRangeTestParams,
+        "linear": LinearParams,
+        "cosine": CosineParams,
+        "constant_with_warmup": ConstantWithWarmupParams,
     }
     ANY = SchedulerParams
 

@@ -1,11 +1,13 @@
-"""DeepSpeed's learning-rate schedules as optax schedules.
+"""The learning-rate schedules of DeepSpeed and `transformers` as optax schedules.
 
-The formulas are those of `deepspeed/runtime/lr_schedules.py` (0.19.6).
+The formulas are those of `deepspeed/runtime/lr_schedules.py` (0.19.6), and for
+`linear`, `cosine` and `constant_with_warmup` of `transformers/optimization.py`.
 
 [Note: count] optax calls a schedule with the number of updates done. DeepSpeed steps
 its scheduler after each update, so update `count` uses the rate at
 `last_batch_iteration = count - 1`, and the first update uses the rate that the
-constructor set.
+constructor set. A warm-up of DeepSpeed so has its lowest rate (by default 0) in the
+first two updates. One of `transformers` has 0 in the first only.
 """
 
 from math import ceil
@@ -15,10 +17,14 @@ import jax.numpy as jnp
 import optax
 
 from zinf.core.config.scheduler import (
+    ConstantWithWarmupParams,
+    CosineParams,
     DecayParams,
+    LinearParams,
     LRRangeTestParams,
     OneCycleParams,
     SchedulerParams,
+    ShapedWarmupParams,
     WarmupCosineLRParams,
     WarmupDecayLRParams,
     WarmupLRParams,
@@ -56,6 +62,8 @@ def schedule_of(
             return _one_cycle(params)
         case LRRangeTestParams():
             return _range_test(params)
+        case LinearParams() | CosineParams() | ConstantWithWarmupParams():
+            return _transformers(params, lr, num_steps)
     raise AssertionError(f"no schedule for {type(params).__name__}")
 
 
@@ -137,6 +145,29 @@ def _range_test(params: LRRangeTestParams) -> optax.Schedule:
     return schedule
 
 
+def _transformers(
+    params: LinearParams | CosineParams | ConstantWithWarmupParams,
+    lr: float,
+    num_steps: int,
+) -> optax.Schedule:
+    num_warm = params.warmup_num_steps
+
+    def schedule(count: Count) -> jax.Array:
+        step = jnp.asarray(count)
+        progress = (step - num_warm) / max(1, num_steps - num_warm)
+        progress = jnp.minimum(progress, 1)
+        match params:
+            case LinearParams():
+                share = 1 - progress
+            case CosineParams():
+                share = (1 + jnp.cos(jnp.pi * progress)) / 2
+            case _:
+                share = jnp.ones_like(progress)
+        return lr * jnp.where(step < num_warm, step / max(1, num_warm), share)
+
+    return schedule
+
+
 def _highest(params: WarmupLRParams | WarmupDecayLRParams, lr: float) -> float:
     return lr if params.warmup_max_lr is None else params.warmup_max_lr
 
@@ -146,11 +177,11 @@ def _iteration(count: Count) -> jax.Array:
     return jnp.maximum(jnp.asarray(count) - 1, 0)
 
 
-def _warm_steps(params: WarmupParams) -> int:
+def _warm_steps(params: ShapedWarmupParams) -> int:
     return max(2, params.warmup_num_steps)
 
 
-def _warmth(params: WarmupParams, iteration: jax.Array) -> jax.Array:
+def _warmth(params: ShapedWarmupParams, iteration: jax.Array) -> jax.Array:
     """Progress of the warm-up, 0 to 1."""
     num_warm = _warm_steps(params)
     if params.warmup_type == "linear":
