@@ -211,7 +211,7 @@ def finetune(
     traceback: ShowTraceback = False,
     **options: Any,
 ) -> None:
-    """Fine-tune a model of transformers, and write it in the form it came in.
+    """Fine-tune a model of transformers, and write it in the form and dtype it came in.
 
     The config, checkpoints and metrics of the run are in the folder OUTPUT.run. All
     parameters are trained, with masters in float32 and computing in bfloat16; with

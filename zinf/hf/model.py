@@ -62,6 +62,7 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "tokenizer.json"),
     *("special_tokens_map.json", "added_tokens.json"),
 )
+TRAINED_DTYPES = ("float32", "bfloat16", "float16")
 # Parts of the names of settings that make a training pass random.
 RANDOM = ("drop", "jitter", "noise")
 
@@ -122,7 +123,7 @@ def load_as_stored(
     Float16 becomes bfloat16, which has the range that float16 lacks.
     """
     model = load(path_or_id, base=base)
-    if not str(model.config.dtype or "float32").endswith("float32"):
+    if model.stored_dtype != "float32":
         model.dtype = "bfloat16"
     return model
 
@@ -135,6 +136,8 @@ class Model:
         folder: has config.json, the tokenizer, and maybe the weights.
         config: of `transformers`.
         dtype: of the trained parameters.
+        stored_dtype: of the weights in the files, by config.json. None if it is none
+            that weights are trained in.
         auto_class: the class of `transformers` that the module is found by.
         peft_task: what PEFT calls models of that class.
         adapter: what `open_model` adds to the weights; None if nothing.
@@ -154,6 +157,9 @@ class Model:
         random_ltd_layers: tuple[int, ...] = (),
     ) -> None:
         self.name, self.folder, self.config, self.dtype = name, folder, config, dtype
+        # `transformers` changes config.dtype as it builds the module.
+        stored = str(config.dtype or "float32").removeprefix("torch.")
+        self.stored_dtype = stored if stored in TRAINED_DTYPES else None
         self.adapter, self.random_ltd_layers = adapter, random_ltd_layers
         self._modules: dict[str, transformers.PreTrainedModel] = {}
         self._stored_buffers: dict[str, np.ndarray] = {}

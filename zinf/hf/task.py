@@ -246,10 +246,9 @@ class Task:
         """Write what `run.export` and `run.export_adapter` ask for, after the run."""
         run = self.config.run
         if run.export is not None:
-            # As `transformers` keeps models: half the size of the masters.
-            dtype = engine.config.compute_dtype
+            dtype = self.model.stored_dtype or engine.config.compute_dtype
             export(engine, run.export, kind=run.weights, dtype=dtype)
-            say(f"The tuned model is in {run.export}.")
+            say(f"The tuned model is in {run.export}, in {dtype}.")
         if run.export_adapter is not None:
             export_adapter(engine, run.export_adapter, kind=run.weights)
             say(f"The adapter is in {run.export_adapter}.")

@@ -14,6 +14,7 @@ from tests.unit.hf.models import (
     WORDS,
     data_file,
     llama,
+    make,
     metrics_of,
     model_folder,
     run,
@@ -52,7 +53,7 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     common += ["--lr_scheduler_type", "linear", "--warmup_ratio", 0.2]
     done = run("finetune", folder, *common, "--epochs", 6, "--eval-data", held)
     assert done.exit_code == 0, done.output
-    assert f"The tuned model is in {output}." in done.output
+    assert f"The tuned model is in {output}, in float32." in done.output
     assert "evaluation data: 10 samples" in done.output
     metrics = metrics_of(tmp_path / "tuned.run")
     # Twelve samples of five tokens, two in a row: six rows, two a step.
@@ -73,14 +74,19 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     ids = np.array([words("w3 w1 w3").input_ids])
     # All completions end so.
     assert words.decode([int(torch_logits(tuned, ids)[0, -1].argmax())]) == "w2"
-    assert tuned.config.dtype == torch.bfloat16
+    # As the files were, from the masters.
+    assert tuned.config.dtype == torch.float32
     again = run("finetune", folder, *common)
     assert again.exit_code == 2 and "is there already" in again.output
 
 
 @pytest.mark.slow
-def test_a_run_of_two_steps_changes_the_weights(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_run_of_two_steps_changes_the_weights_in_the_dtype_of_the_files(
+    dtype, tmp_path
+):
     folder, data, output = model_folder(tmp_path), data_file(tmp_path), tmp_path / "out"
+    make(llama(), dtype=dtype).save_pretrained(folder, max_shard_size="20KB")
     common = ["--data", data, "--steps", 2, "--samples", 3]
     common += ["--learning-rate", 1e-2]
     done = run("finetune", folder, *common, "--output", output)
@@ -88,8 +94,10 @@ def test_a_run_of_two_steps_changes_the_weights(tmp_path):
     rates = [line["learning_rate"] for line in metrics_of(tmp_path / "out.run")]
     assert rates == pytest.approx([1e-2, 5e-3])
     before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(x) for x in (folder, output)
+        transformers.AutoModelForCausalLM.from_pretrained(x, dtype="auto")
+        for x in (folder, output)
     )
+    assert after.dtype == dtype == after.config.dtype
     # Adam's first updates are as large as the learning rate.
     name = "model.layers.0.mlp.up_proj.weight"
     change = after.get_parameter(name) - before.get_parameter(name)

@@ -417,8 +417,8 @@ class Run(Section):
     """Folder of logs, and of checkpoints unless `checkpoints` names another place."""
 
     export: Folder | None = None
-    """Folder for the tuned model, in the form that transformers loads, with
-    model.huggingface; null: none is written."""
+    """Folder for the tuned model, in the form that transformers loads and the dtype of
+    its files, with model.huggingface; null: none is written."""
 
     export_adapter: Folder | None = None
     """Folder for the trained adapters, in the form that PEFT loads, with
