@@ -72,6 +72,7 @@ def save_adapter(
     base: str | None = None,
     task: str | None = None,
     naming: Naming | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the adapters of an engine or a checkpoint, without the base.
 
@@ -80,6 +81,7 @@ def save_adapter(
         base, task: what PEFT's `base_model_name_or_path` and `task_type` say.
         naming: of the model of PEFT. A tied leaf is written under each of its names:
             PEFT would leave the base's weight in the places that are not.
+        beside: called with the folder before it gets its name, to add other files.
 
     Raises:
         FileExistsError: the folder is not empty.
@@ -103,6 +105,8 @@ def save_adapter(
         config |= {"base_model_name_or_path": base, "task_type": task}
         _write(fresh / CONFIG, [_json(config)])
         _write(fresh / OWN_CONFIG, [_json(_own_config(adapted))])
+        if beside is not None:
+            beside(fresh)
 
 
 def load_adapter(

@@ -118,6 +118,7 @@ def export_adapter(
 ) -> None:
     """Write the trained adapters alone, as a folder that PEFT loads.
 
+    The tokenizer of the model is beside them, if it has one, with its chat template.
     A tied weight (an embedding that is the output head too) is written under both of
     its names, as PEFT has an adapter for each.
 
@@ -162,7 +163,18 @@ def write_adapter(
         base=model.name,
         task=model.peft_task,
         naming=naming_of(model.module),
+        beside=lambda folder: _save_tokenizer(model, folder),
     )
+
+
+def _save_tokenizer(model: Model, folder: Path) -> None:
+    """Write the tokenizer so that it needs no config.json: that is of a whole model."""
+    try:
+        tokenizer = model.tokenizer
+    except ValueError as error:
+        logger.info("The adapter has no tokenizer beside it: %s", error)
+        return
+    tokenizer.save_pretrained(folder)
 
 
 def _save_small_files(model: Model, folder: Path, dtype: str) -> None:

@@ -104,6 +104,25 @@ def test_a_run_of_two_steps_changes_the_weights_in_the_dtype_of_the_files(
     assert change.abs().mean() > 5e-3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("merges", [True, False])
+def test_a_folder_with_adapters_alone_has_the_tokenizer(merges, tmp_path):
+    folder, data, output = model_folder(tmp_path), data_file(tmp_path), tmp_path / "out"
+    # As of old models: which class it is follows from config.json.
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    del settings["tokenizer_class"]
+    path.write_text(json.dumps(settings))
+    common = ["--data", data, "--output", output, "--steps", 1, "--samples", 3]
+    done = run("finetune", folder, *common, "--lora", 2, *["--no-merge"][merges:])
+    assert done.exit_code == 0, done.output
+    alone = tmp_path / "out.adapter" if merges else output
+    words = transformers.AutoTokenizer.from_pretrained(alone)
+    assert words.chat_template == CHAT
+    assert words("w3 w1").input_ids == tokenizer()("w3 w1").input_ids
+    assert not (alone / "config.json").exists()
+
+
 # Neither a token that fills up rows nor, in the second case, one that ends texts.
 @pytest.mark.parametrize("ends, filled", [({}, 1), ({"eos_token": None}, 0)])
 def test_rows_need_no_token_of_padding(ends, filled, tmp_path):
