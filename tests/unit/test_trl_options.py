@@ -54,6 +54,8 @@ LINES = {
     "noise": "m --neftune-noise-alpha 5",
     "another schedule": "m --lr-scheduler-type polynomial",
     "another tracker": "m --report-to wandb",
+    "moments in 8 bits": "m --optim adamw_bnb_8bit",
+    "moments in pages": "m --optim paged_adamw_32bit",
     "another optimizer": "m --optim adafactor",
     "another checkpoint": "m --resume-from-checkpoint out/checkpoint-10",
     "unknown": "m --no-such-option 3",

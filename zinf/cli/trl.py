@@ -107,8 +107,12 @@ REFUSED = {
 ROWS_PER_DEVICE = 8
 RANK = 16
 SCHEDULES = ("linear", "cosine", "constant_with_warmup")
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit")
-OPTIMIZERS += ("adamw_8bit",)  # axolotl
+# Names of AdamW, and how its moments are kept. Where they rest is in the plan.
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "float32"),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "float32"),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "8bit"),
+}
 # Values of axolotl's `adapter`, and what TRL's users ask for with each.
 ADAPTERS = {"lora": ("use-peft",), "qlora": ("use-peft", "load-in-4bit")}
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
@@ -236,7 +240,7 @@ class _Options:
         if self._is_on("use-peft") and "--lora" not in self.done:
             self.done += ["--lora", str(RANK)]
         self._add_resume()
-        self._check_optimizer()
+        self._add_optimizer()
         self._add_report()
         self._add_evaluations()
         self._add_batch()
@@ -264,13 +268,15 @@ class _Options:
                 "checkpoint, in OUTPUT.run: --resume."
             )
 
-    def _check_optimizer(self) -> None:
-        name = self.kept.get("optim", OPTIMIZERS[0])
+    def _add_optimizer(self) -> None:
+        name = self.kept.get("optim", "adamw_torch")
         if name not in OPTIMIZERS:
             raise ValueError(
                 f"--optim {name}: zinf finetune trains by AdamW. Another optimizer is "
                 "named by --set 'optimizer={type: NAME, params: {lr: ...}}'."
             )
+        if OPTIMIZERS[name] != "float32":
+            self.set("optimizer.params.moments", OPTIMIZERS[name])
 
     def _add_report(self) -> None:
         name = self.kept.get("report-to", "none")
