@@ -9,12 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer.main
 import yaml
+from rich.text import Text
 from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
@@ -562,3 +565,18 @@ def test_a_signal_saves_and_says_how_to_continue(
     assert name == "zinf"
     zinf(*given, "--steps", last + 2)
     assert metrics_in(metrics) == list(range(1, last + 3))
+
+
+def commands(command: Any, name: str = "zinf") -> Iterator[tuple[str, Any]]:
+    """A command and those below it, by what calls them."""
+    yield name, command
+    for below, each in getattr(command, "commands", {}).items():
+        yield from commands(each, f"{name} {below}")
+
+
+def test_help_shows_all_that_its_texts_say() -> None:
+    """A word in brackets is markup, which is not shown."""
+    for name, command in commands(typer.main.get_command(app)):
+        texts = [command.help, *(getattr(p, "help", None) for p in command.params)]
+        for text in filter(None, texts):
+            assert Text.from_markup(text).plain == text, name

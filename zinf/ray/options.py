@@ -15,7 +15,9 @@ OnRay = Annotated[
     bool,
     typer.Option(
         "--ray",
-        help="Train on the workers of a Ray cluster, with restarts; needs zinf[ray].",
+        # Typer reads brackets as markup, so `zinf[ray]` would lose its end.
+        help="Train on the workers of a Ray cluster, with restarts; needs the extra "
+        "ray of zinf.",
         rich_help_panel=PANEL,
     ),
 ]
