@@ -21,7 +21,8 @@ STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}
 KEY = jax.random.key(3)
 KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "step_seconds", "plan_seconds"),
-    *("tokens_per_second", "device_bytes", "host_bytes", "nvme_bytes"),
+    *("tokens_per_second", "samples_per_second"),
+    *("device_bytes", "host_bytes", "nvme_bytes"),
     *("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes", "skipped"),
 }
 LINKS = {
@@ -75,6 +76,7 @@ def test_a_fused_step_reports_all_that_is_documented(start):
         # The batch has no integers, so its four examples are counted.
         tokens = metrics["tokens_per_second"] * metrics["step_seconds"]
         assert tokens == pytest.approx(4)
+        assert metrics["samples_per_second"] == metrics["tokens_per_second"]
         assert metrics["device_bytes"] == engine.plan.peak_bytes[Tier.DEVICE]
         assert not any(metrics[name] for name in LINKS)
     # The step is one instruction.

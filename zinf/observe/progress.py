@@ -5,6 +5,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from zinf.observe.totals import counted
 from zinf.observe.writer import AbstractWriter, Metrics
 
 
@@ -76,7 +77,7 @@ class Silence(AbstractWriter):
 
 
 def _brief(metrics: Metrics) -> str:
-    text = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
+    text = f"loss {metrics['loss']:.4f}, {_rate(metrics)}"
     if "evaluation_loss" in metrics:
         text += f", evaluation {metrics['evaluation_loss']:.4f}"
     return text
@@ -89,9 +90,13 @@ def _full(metrics: Metrics) -> str:
     if metrics["learning_rate"] is not None:
         parts.append(f"learning rate {metrics['learning_rate']:.3g}")
     parts.append(f"{metrics['step_seconds']:.2f} s")
-    parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
+    parts.append(_rate(metrics))
     if metrics.get("skipped"):
         parts.append("skipped: gradients are not finite")
     if "evaluation_loss" in metrics:
         parts.append(f"evaluation loss {metrics['evaluation_loss']:.4f}")
     return "  ".join(parts)
+
+
+def _rate(metrics: Metrics) -> str:
+    return f"{metrics['tokens_per_second']:,.0f} {counted(metrics)}/s"

@@ -13,7 +13,7 @@ Row = tuple[str, ...]
 def summary(totals: Totals, plan: Plan) -> str:
     """Loss, speed, bytes held per tier and bytes moved per link, as lines of text."""
     steps = "1 step" if totals.num_steps == 1 else f"{totals.num_steps} steps"
-    rate = totals.tokens / totals.seconds
+    rate = f"{totals.tokens / totals.seconds:,.0f} {totals.counted}/s"
     mean = show_seconds(totals.seconds / totals.num_steps)
     predicted = show_seconds(plan.timeline.seconds)
     losses = f"loss {totals.first_loss:.4f} -> {totals.last_loss:.4f}"
@@ -21,7 +21,7 @@ def summary(totals: Totals, plan: Plan) -> str:
         losses += f", evaluation loss {totals.evaluation_loss:.4f}"
     return "\n".join(
         [
-            f"{steps} in {totals.seconds:.1f} s: {rate:,.0f} tokens/s, {mean} a step "
+            f"{steps} in {totals.seconds:.1f} s: {rate}, {mean} a step "
             f"(predicted {predicted})",
             losses,
             "",

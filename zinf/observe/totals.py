@@ -16,6 +16,7 @@ class Totals:
     """Attributes:
     first_loss, last_loss: losses of the first and the last step of this run.
     evaluation_loss: loss of the last evaluation; None if there was none.
+    counted: what `tokens` are, "tokens" or "samples".
     peak_bytes: largest number of bytes that any step held, per tier.
     moved_bytes: sum of the bytes that were moved, per link.
     """
@@ -26,6 +27,7 @@ class Totals:
     evaluation_loss: float | None
     seconds: float
     tokens: float
+    counted: str
     peak_bytes: Mapping[Tier, int]
     moved_bytes: Mapping[Link, int]
 
@@ -40,6 +42,7 @@ class Totals:
             evaluation_loss=metrics.get("evaluation_loss"),
             seconds=seconds,
             tokens=metrics["tokens_per_second"] * seconds,
+            counted=counted(metrics),
             peak_bytes={tier: metrics[f"{tier}_bytes"] for tier in Tier},
             moved_bytes={link: metrics[_key(link)] for link in LINKS},
         )
@@ -53,6 +56,7 @@ class Totals:
             evaluation_loss=next((x for x in evaluations if x is not None), None),
             seconds=self.seconds + later.seconds,
             tokens=self.tokens + later.tokens,
+            counted=later.counted,
             peak_bytes={
                 tier: max(self.peak_bytes[tier], later.peak_bytes[tier])
                 for tier in Tier
@@ -61,6 +65,11 @@ class Totals:
                 link: self.moved_bytes[link] + later.moved_bytes[link] for link in LINKS
             },
         )
+
+
+def counted(metrics: Metrics) -> str:
+    """What a step's `tokens_per_second` counts."""
+    return "samples" if "samples_per_second" in metrics else "tokens"
 
 
 def _key(link: Link) -> str:

@@ -233,6 +233,7 @@ def test_without_a_terminal_a_plain_line_comes_every_few_steps(golden: Golden) -
         "every third step": (range(1, 9), {"num_steps": 8, "log_every": 3}, {}),
         "resumed": (range(6, 9), {"num_steps": 8, "log_every": 9, "after_step": 5}, {}),
         "an evaluation": (range(1, 3), {"num_steps": 9, "log_every": 9}, {2: 1.5}),
+        "samples": (range(1, 2), {"num_steps": 2}, {}),
     }
     texts = []
     for name, (steps, settings, evaluated) in runs.items():
@@ -240,7 +241,8 @@ def test_without_a_terminal_a_plain_line_comes_every_few_steps(golden: Golden) -
         progress = Progress(file=file, **settings)
         for step in steps:
             loss = {"evaluation_loss": evaluated[step]} if step in evaluated else {}
-            progress.write(metrics_of(step) | loss)
+            rate = {"samples_per_second": 9.0} if name == "samples" else {}
+            progress.write(metrics_of(step) | loss | rate)
         progress.write(metrics_of(8, grad_norm=None, learning_rate=None, skipped=True))
         progress.close()
         texts.append(f"{name}\n{file.getvalue()}")
@@ -286,3 +288,5 @@ def test_measured_and_planned_stand_side_by_side(golden: Golden) -> None:
     second = metrics_of(2, device_bytes=2**18, h2d_bytes=4097, evaluation_loss=3.25)
     alone, both = Totals.of(first), Totals.of(first) + Totals.of(second)
     golden.check("summary.txt", f"{summary(alone, plan)}\n\n{summary(both, plan)}")
+    samples = Totals.of(metrics_of(1, samples_per_second=100.0))
+    assert "4.0 s: 100 samples/s, " in summary(samples + samples, plan)

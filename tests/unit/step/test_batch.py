@@ -8,6 +8,7 @@ from zinf.core.step.batch import (
     by_microbatch,
     check_values,
     count_tokens,
+    has_tokens,
     signature,
 )
 
@@ -60,19 +61,21 @@ def test_a_plan_is_for_one_structure_shape_and_dtype():
 
 
 @pytest.mark.parametrize(
-    ("batch", "count"),
+    ("batch", "count", "counted"),
     [
         # The entries of the largest integer leaf, but not what is more than tokens.
-        ({"tokens": np.zeros((4, 8), int), "n": np.zeros(4, int)}, 32),
-        ({"tokens": np.zeros((4, 9), int), "kept": np.zeros((4, 6, 8), int)}, 36),
+        ({"tokens": np.zeros((4, 8), int), "n": np.zeros(4, int)}, 32, True),
+        ({"tokens": np.zeros((4, 9), int), "kept": np.zeros((4, 6, 8), int)}, 36, True),
         # Without integers, examples.
-        (BATCH, 6),
-        ({"weight": 1.0}, 1),
+        ({"x": np.zeros((4, 3)), "label": np.zeros(4, int)}, 4, False),
+        (BATCH, 6, False),
+        ({"weight": 1.0}, 1, False),
     ],
 )
-def test_tokens_are_counted(batch, count):
+def test_tokens_are_counted(batch, count, counted):
     parts = 1 if count == 1 else 2
-    assert count_tokens(batch_spec(batch, parts), parts) == count
+    spec = batch_spec(batch, parts)
+    assert (count_tokens(spec, parts), has_tokens(spec)) == (count, counted)
 
 
 def test_an_integer_that_jax_would_wrap_is_refused():

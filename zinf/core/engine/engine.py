@@ -177,7 +177,9 @@ class Engine:
         Returns:
             `step` (from 1), `loss`, `grad_norm` (before clipping), `learning_rate`
             (None if the optimizer does not give it), `step_seconds`, `plan_seconds` of
-            which the step waited for its plan, `tokens_per_second`; peak bytes
+            which the step waited for its plan, `tokens_per_second` (of a batch without
+            rows of integers its samples: then `samples_per_second` is the same); peak
+            bytes
             `device_bytes`, `host_bytes`, `nvme_bytes`; bytes moved `nvme_read_bytes`,
             `nvme_write_bytes`, `h2d_bytes`, `d2h_bytes`; `skipped`, and with fp16 or
             `skip_nonfinite` the number of skipped steps, `num_skipped`; with fp16

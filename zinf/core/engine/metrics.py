@@ -10,7 +10,7 @@ from zinf.core.engine.scalars import Scalars
 from zinf.core.memory import Stores
 from zinf.core.plan import Link, show_bytes, show_seconds
 from zinf.core.program import Tier
-from zinf.core.step.batch import count_tokens
+from zinf.core.step.batch import count_tokens, has_tokens
 from zinf.core.step.run.outcome import Outcome
 from zinf.core.step.run.runner import AbstractRunner
 from zinf.core.text.tables import html_table
@@ -89,6 +89,8 @@ def step_metrics(
         **{name: outcome.moved_bytes.get(link, 0) for name, link in TRAFFIC.items()},
         "skipped": outcome.skips,
     }
+    if not has_tokens(runner.spec):
+        metrics["samples_per_second"] = metrics["tokens_per_second"]
     if scalars.may_skip:
         metrics["num_skipped"] = scalars.num_skipped + outcome.skips
     if scalars.is_scaled:

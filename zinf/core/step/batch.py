@@ -216,11 +216,20 @@ def count_tokens(spec: Any, num_microbatches: int) -> int:
     positions of tokens. A batch without integer leaves counts its examples.
     """
     leaves = [s for s in jax.tree.leaves(spec) if s.shape]
-    integers = [s for s in leaves if jnp.issubdtype(s.dtype, jnp.integer)]
+    integers = [s for s in _integers(spec) if s.shape]
     flat = [s.size for s in integers if len(s.shape) <= 2]
     integers = flat or [s.size for s in integers]
     examples = [s.shape[0] for s in leaves]
     return num_microbatches * max(integers or examples or [1])
+
+
+def has_tokens(spec: Any) -> bool:
+    """Whether a batch has integers in rows; one of each sample is a label."""
+    return any(len(s.shape) > 1 for s in _integers(spec))
+
+
+def _integers(spec: Any) -> list[Any]:
+    return [s for s in jax.tree.leaves(spec) if jnp.issubdtype(s.dtype, jnp.integer)]
 
 
 def signature(batch: Any) -> tuple:
