@@ -76,7 +76,8 @@ def test_the_budgets_of_the_error_will_do(
     assert needed.keys() <= budgets.keys()
     for key, nbytes in needed.items():
         assert nbytes > budgets[key]
-        assert f"memory.{key} to at least {nbytes:,}" in str(error)
+        least = "at least " * error.is_least
+        assert f"memory.{key} to {least}{nbytes:,}" in str(error)
     with trained(within(tmp_path, {**budgets, **needed}, **rest)) as (engine, metrics):
         assert len(losses(metrics)) == len(metrics)
         for tier in Tier:

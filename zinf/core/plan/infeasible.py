@@ -33,6 +33,7 @@ class InfeasibleError(ValueError):
         missing_bytes: missing bytes of every tier, fastest first.
         reasons: sentences that say why no array or segment could be made smaller, or
             what to make smaller.
+        is_least: false if smaller budgets may do too, because not all was tried.
         may_rest: false if all tiers together are too small for what rests between
             steps, so that smaller segments would not fit either.
     """
@@ -44,7 +45,10 @@ class InfeasibleError(ValueError):
         shortages: Mapping[Tier, Shortage],
         capacity_bytes: Mapping[Tier, int],
         reasons: Sequence[str] = (),
+        *,
+        is_least: bool = True,
     ):
+        self.is_least = is_least
         self.capacity_bytes, self.reasons = dict(capacity_bytes), tuple(reasons)
         self.shortages = {t: shortages[t] for t in Tier if t in shortages}
         found = [
@@ -53,16 +57,27 @@ class InfeasibleError(ValueError):
             for tier, short in self.shortages.items()
         ]
         budgets = " and ".join(
-            f"{BUDGETS[tier]} to at least {short.needed_bytes:,}"
+            f"{BUDGETS[tier]} to {'at least ' * is_least}{short.needed_bytes:,}"
             for tier, short in self.shortages.items()
         )
         self.missing_bytes = tuple(
             shortages[tier].missing_bytes if tier in shortages else 0 for tier in Tier
         )
-        advice = f"Raise {budgets}, or lower the microbatch size or segment.max_bytes."
+        enough = "" if is_least else " (this suffices; less may)"
+        advice = (
+            f"Raise {budgets}{enough}, or lower the microbatch size or "
+            "segment.max_bytes."
+        )
         super().__init__(" ".join((*found, *reasons, advice)))
 
-    def because(self, reasons: Sequence[str]) -> "InfeasibleError":
-        """This error with further `reasons` in its message."""
-        given = (*self.reasons, *reasons)
-        return InfeasibleError(self.shortages, self.capacity_bytes, given)
+    def because(
+        self, reasons: Sequence[str], *, is_least: bool = True
+    ) -> "InfeasibleError":
+        """This error with further `reasons` in its message.
+
+        Args:
+            is_least: whether nothing is known that may need less.
+        """
+        given, is_least = (*self.reasons, *reasons), self.is_least and is_least
+        rest = self.shortages, self.capacity_bytes, given
+        return InfeasibleError(*rest, is_least=is_least)

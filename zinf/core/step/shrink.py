@@ -6,8 +6,11 @@ blocks of rows instead. An update reads a whole tile, so a tile may be too large
 host too.
 """
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import monotonic
 from typing import TypeVar
 
 from zinf.core.plan import InfeasibleError, Shortage, count_contributions
@@ -19,7 +22,13 @@ from zinf.core.step.setup import Setup
 
 # The new workspace limit is a sixteenth below the limit that would just fit.
 SPARE = 16
+# Give up on smaller tiles if so many tile sizes in turn say that none would fit. One
+# pair may mislead: the job that needs most may read a weight that is not yet tiled.
+NUM_SIZES = 3
+# Log each further attempt once a search has taken so long.
+QUIET_SECONDS = 10
 Made = TypeVar("Made")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,15 @@ class Compiled:
 
     segments: tuple[Segment, ...]
     layouts: Layouts
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A program that did not fit."""
+
+    program: Program
+    limits: Limits
+    error: InfeasibleError
 
 
 def cut(
@@ -90,23 +108,55 @@ def shrunk(
         cut_to: cuts the program into segments of at most so many parameter bytes.
         limits: the first limits that are tried.
     """
-    segmented = cut_to(limits.param_bytes)
+    segmented, began = cut_to(limits.param_bytes), monotonic()
+    failures: list[Failure] = []
     while True:
+        seconds = monotonic() - began
+        if failures and seconds > QUIET_SECONDS and setup.group.is_first:
+            _log_attempt(segmented.program, failures, seconds)
         made = compiled(setup, segmented, layouts, limits)
         try:
             return attempt(segmented, made, limits)
         except InfeasibleError as error:
             before = segmented.program
+            failures.append(Failure(before, limits, error))
             tight = tighter(limits, error, made.segments, before)
-            if tight is None:
-                raise error.because(reasons(before, made.segments)) from None
-            if tight.param_bytes != limits.param_bytes:
-                segmented = cut_to(tight.param_bytes)
-            rest = setup.capacity()[Tier.DEVICE], setup.rule.mesh.size
-            if not is_worth_trying(segmented.program, before, *rest):
-                found = reasons(segmented.program, made.segments)
-                raise error.because(found) from None
-            limits = tight
+        if tight is None:
+            raise _refusal(failures, reasons(before, made.segments))
+        why = why_no_tile_fits(failures, tight)
+        if not why and tight.param_bytes != limits.param_bytes:
+            segmented = cut_to(tight.param_bytes)
+        program = segmented.program
+        rest = setup.capacity()[Tier.DEVICE], setup.rule.mesh.size
+        why = why or why_values_do_not_fit(program, *rest)
+        if why or not (program is before or has_smaller_segments(program, before)):
+            found = [*filter(None, [why]), *reasons(program, made.segments)]
+            raise _refusal(failures, found, is_least=not why)
+        limits = tight
+
+
+def _refusal(
+    failures: Sequence[Failure], reasons: Sequence[str], *, is_least: bool = True
+) -> InfeasibleError:
+    """The error of the program that was nearest to the budgets, with `reasons`."""
+    best = min((f.error for f in failures), key=lambda error: error.missing_bytes)
+    return best.because(reasons, is_least=is_least)
+
+
+def _log_attempt(program: Program, failures: Sequence[Failure], seconds: float) -> None:
+    shortages = failures[-1].error.shortages
+    logger.warning(
+        "Planning for %.0f s. Attempt %d: %d segments of up to %s bytes of parameters. "
+        "The last attempt needed %s.",
+        seconds,
+        len(failures) + 1,
+        len(program.segments),
+        f"{largest_segment_bytes(program):,}",
+        " and ".join(
+            f"{short.needed_bytes:,} bytes of {short.capacity_bytes:,} on the {tier}"
+            for tier, short in shortages.items()
+        ),
+    )
 
 
 def tighter(
@@ -153,17 +203,56 @@ def _divisor(short: Shortage) -> int:
     return max(2, short.needed_bytes // max(1, short.capacity_bytes))
 
 
-def is_worth_trying(
-    program: Program, before: Program, capacity_bytes: int, num_devices: int
-) -> bool:
-    """Whether it is worth compiling `program` after `before` did not fit.
+def why_no_tile_fits(failures: Sequence[Failure], tight: Limits) -> str:
+    """Why tiles of any size would need too much of the device; empty if they may fit.
 
-    A new program must have smaller segments. The inputs and outputs of its largest
-    segment must fit the device: compiling takes long, and would be in vain otherwise.
+    What a job needs is linear in the size of its tiles, so the largest need is convex:
+    it is at least the line through two sizes, extended to tiles without bytes.
+
+    Args:
+        tight: the limits that would be tried next.
     """
-    shrinks = largest_segment_bytes(program) < largest_segment_bytes(before)
-    fits = _value_bytes(program) // num_devices <= capacity_bytes
-    return fits and (shrinks or program is before)
+    last = failures[-NUM_SIZES:]
+    tiled = {frozenset(t.path for t in f.program.tilings) for f in last}
+    spaces = {f.limits.workspace_bytes for f in last} | {tight.workspace_bytes}
+    shortages = [
+        f.error.shortages[Tier.DEVICE] for f in last if Tier.DEVICE in f.error.shortages
+    ]
+    alike = len(shortages) == NUM_SIZES and len(tiled) == len(spaces) == 1
+    if not alike or frozenset() in tiled:
+        return ""
+    sizes = [largest_segment_bytes(f.program) for f in last]
+    least = [
+        after.needed_bytes
+        - (before.needed_bytes - after.needed_bytes) * size // (larger - size)
+        for (before, after), (larger, size) in zip(
+            pairwise(shortages), pairwise(sizes), strict=True
+        )
+    ]
+    if min(least) <= shortages[-1].capacity_bytes:
+        return ""
+    return f"Smaller tiles of weights would need at least {min(least):,} bytes."
+
+
+def why_values_do_not_fit(
+    program: Program, capacity_bytes: int, num_devices: int
+) -> str:
+    """Why it would be in vain to compile `program`, which takes long; or empty.
+
+    The inputs and outputs of its largest segment must fit the device.
+    """
+    value_bytes = _value_bytes(program) // num_devices
+    if value_bytes <= capacity_bytes:
+        return ""
+    return (
+        "Smaller segments were not tried, because the inputs and outputs of one take "
+        f"{value_bytes:,} bytes."
+    )
+
+
+def has_smaller_segments(program: Program, before: Program) -> bool:
+    """Whether the largest segment has fewer parameters than that of `before`."""
+    return largest_segment_bytes(program) < largest_segment_bytes(before)
 
 
 def reasons(program: Program, segments: Sequence[Segment]) -> list[str]:
