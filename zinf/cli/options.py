@@ -42,7 +42,7 @@ class Option:
         return Parameter(name, Parameter.KEYWORD_ONLY, **named)
 
 
-_LOW = " and ".join(name for name, x in OBJECTIVES.items() if x.rate < 1)
+_LOW = ", ".join(name for name, x in OBJECTIVES.items() if x.rate < 1)
 FINETUNE = {
     "steps": Option(
         "run.steps", int, "Optimizer steps, in place of --epochs.", more={"min": 1}
@@ -80,7 +80,10 @@ FINETUNE = {
     ),
     "objective": Option("data.objective", str, f"{in_help()}.", default="sft"),
     "beta": Option(
-        "data.beta", float, "Of dpo: how much the model is kept as it was; 0.1."
+        "data.beta",
+        float,
+        "Of dpo and ipo: how much the model is kept as it was. Of simpo: a factor. 0.1 "
+        "if absent.",
     ),
     "packing": Option(
         "data.packing", bool, "Put several samples into one row.", default=False

@@ -85,7 +85,6 @@ REFUSED = {
     "eos-token": "Set eos_token in tokenizer_config.json, beside the model.",
     "neftune-noise-alpha": "zinf adds no noise to embeddings.",
     "label-smoothing-factor": "zinf has no label smoothing.",
-    "loss-type": f"The objective says which: --objective ({', '.join(OBJECTIVES)}).",
     "eval-packing": "Evaluations are packed as training is.",
     "deepspeed": "Name the file as the config of zinf train.",
     "fsdp": "zinf train CONFIG divides state: zero_optimization.stage, mesh.",
@@ -96,11 +95,11 @@ REFUSED = {
     "group-by-length": "Use data_efficiency's dynamic_batching (--set).",
     "auto-find-batch-size": "zinf plan --model says what fits, before the run.",
     "datasets": "Name files, and their format is found: --data FILE.",
-    "rl": "zinf finetune has --objective dpo.",
+    "rl": f"The objective says which: --objective ({', '.join(OBJECTIVES)}).",
     "wandb-project": "zinf writes metrics.jsonl, and TensorBoard's events: --report-to "
     "tensorboard.",
     "special-tokens": "Set them in tokenizer_config.json, beside the model.",
-    "ref-model": "The reference of dpo is the model as it was.",
+    "ref-model": "The reference is the model as it was.",
     "precompute-ref-log-probs": "zinf always does so: leave it out.",
 }
 # TRL's and transformers' defaults, where one of several options is given.
@@ -113,6 +112,8 @@ OPTIMIZERS = {
     **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "float32"),
     **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"), "8bit"),
 }
+# The losses of TRL's `DPOTrainer` that zinf has, and the objective of each.
+LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 # Values of axolotl's `adapter`, and what TRL's users ask for with each.
 ADAPTERS = {"lora": ("use-peft",), "qlora": ("use-peft", "load-in-4bit")}
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
@@ -239,6 +240,7 @@ class _Options:
             self.done.insert(0, kept["model-name-or-path"])
         if self._is_on("use-peft") and "--lora" not in self.done:
             self.done += ["--lora", str(RANK)]
+        self._add_objective()
         self._add_resume()
         self._add_optimizer()
         self._add_report()
@@ -257,6 +259,29 @@ class _Options:
 
     def _is_on(self, name: str) -> bool:
         return self.kept.get(name, "").lower() in TRUE
+
+    def _add_objective(self) -> None:
+        """The objective of a loss of DPO, in place of dpo if that is given."""
+        name = self.kept.get("loss-type")
+        if name is None:
+            return
+        if name not in LOSSES:
+            raise ValueError(
+                f"--loss-type {name}: it must be {' or '.join(LOSSES)}; another loss "
+                f"has an objective of its own: --objective ({', '.join(OBJECTIVES)})."
+            )
+        objective = LOSSES[name]
+        if "--objective" not in self.done:
+            self.done += ["--objective", objective]
+            return
+        at = self.done.index("--objective") + 1
+        given = self.done[at : at + 1]
+        if given not in (["dpo"], [objective]):
+            raise ValueError(
+                f"--loss-type {name} is a loss of dpo, and --objective is "
+                f"{' '.join(given)}. Give one of them."
+            )
+        self.done[at] = objective
 
     def _add_resume(self) -> None:
         value = self.kept.get("resume-from-checkpoint", "false")
@@ -351,6 +376,7 @@ KEPT = {
     "model-name-or-path",
     "use-peft",
     "train-on-inputs",
+    "loss-type",
     "optim",
     "eval-steps",
     "report-to",

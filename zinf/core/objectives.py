@@ -37,6 +37,13 @@ OBJECTIVES = {
         # Such as 1e-6 of all weights: appendix B of the paper.
         rate=0.1,
     ),
+    "ipo": Traits(
+        "prefer them by a set difference, https://arxiv.org/abs/2310.12036",
+        "chosen and rejected answers",
+        num_sequences=2,
+        # As dpo, of which it is a loss in TRL.
+        rate=0.1,
+    ),
     "simpo": Traits(
         "prefer them by their mean over tokens, https://arxiv.org/abs/2405.14734",
         "chosen and rejected answers",
@@ -52,7 +59,10 @@ OBJECTIVES = {
 
 def in_help() -> str:
     """The objectives in a sentence for `--help`."""
+    by_lines: dict[str, list[str]] = {}
+    for name, traits in OBJECTIVES.items():
+        by_lines.setdefault(traits.lines, []).append(name)
     return "; ".join(
-        f"{name} for lines with {traits.lines}" if traits.lines else name
-        for name, traits in OBJECTIVES.items()
+        ", ".join(names) + (f" for lines with {lines}" if lines else "")
+        for lines, names in by_lines.items()
     )

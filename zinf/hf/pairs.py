@@ -106,6 +106,18 @@ def log_probabilities(
     return found.reshape(-1, len(SIDES))
 
 
+def token_means(sums: jax.Array, batch: Batch) -> jax.Array:
+    """Sums over the tokens of each answer as means, float32 (pairs, 2).
+
+    Args:
+        sums: float32 (pairs, 2), such as of `log_probabilities`. That of an answer
+            without a label is 0, and so is its mean.
+    """
+    # The first token is predicted by none.
+    num_tokens = (batch["labels"][..., 1:] != IGNORED).sum(-1)
+    return sums / jnp.maximum(num_tokens, 1)
+
+
 def over_pairs(losses: jax.Array, batch: Batch) -> Weighted:
     """The sum of losses (pairs,); the weight is the number of pairs with a label."""
     is_pair = (batch["labels"] != IGNORED).any(axis=(1, 2))

@@ -1,6 +1,7 @@
 """Answers that were chosen against rejected ones."""
 
 import os
+from functools import partial
 from math import log
 from typing import Any
 
@@ -31,32 +32,39 @@ from zinf.hf.objectives.dpo import reference_file  # isort: skip
 
 
 def torch_log_probabilities(model, ids, labels):
-    with torch.no_grad():
-        logits = model(torch.tensor(ids).long(), use_cache=False).logits
+    logits = model(torch.tensor(ids).long(), use_cache=False).logits
     wanted = torch.tensor(labels).long()[:, 1:]
     found = torch.log_softmax(logits[:, :-1], dim=-1)
     found = found.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
-    return (found * (wanted != -100)).sum(1).numpy()
+    return (found * (wanted != -100)).sum(1)
 
 
 BETA, GAMMA = 0.3, 0.8
-REFERENCE = np.float32([[-30.0, -32.0], [-31.0, -20.0]])
+REFERENCE = torch.tensor([[-30.0, -32.0], [-31.0, -20.0]])
 
 
 def dpo(sums, num_tokens):
     """Equation 7 of the paper."""
-    gains = sums - REFERENCE
-    return np.log1p(np.exp(-BETA * (gains[:, 0] - gains[:, 1])))
+    chosen, rejected = (sums - REFERENCE).unbind(1)
+    return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
+
+
+def ipo(sums, num_tokens):
+    """As `DPOTrainer` of TRL with loss_type ipo."""
+    chosen, rejected = (sums / num_tokens).unbind(1)
+    reference_chosen, reference_rejected = (REFERENCE / num_tokens).unbind(1)
+    logits = (chosen - rejected) - (reference_chosen - reference_rejected)
+    return (logits - 1 / (2 * BETA)) ** 2
 
 
 def simpo(sums, num_tokens):
     """As `CPOTrainer` of TRL with loss_type simpo and cpo_alpha 0."""
-    chosen, rejected = torch.tensor(sums / num_tokens).unbind(1)
+    chosen, rejected = (sums / num_tokens).unbind(1)
     logits = chosen - rejected - GAMMA / BETA
-    return -torch.nn.functional.logsigmoid(BETA * logits).numpy()
+    return -torch.nn.functional.logsigmoid(BETA * logits)
 
 
-@pytest.mark.parametrize("expected", [dpo, simpo], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("expected", [dpo, ipo, simpo], ids=lambda x: x.__name__)
 def test_the_loss_is_that_of_the_paper(expected, tmp_path):
     torch_model = save(llama(), tmp_path)
     data = {"objective": expected.__name__, "beta": BETA, "simpo_gamma": GAMMA}
@@ -66,19 +74,35 @@ def test_the_loss_is_that_of_the_paper(expected, tmp_path):
     labels = ids.copy()
     labels[:, :, :4] = -100
     labels[1, 1, 9:] = -100
-    batch = {"input_ids": ids, "labels": labels, "reference": REFERENCE}
+    batch = {"input_ids": ids, "labels": labels, "reference": REFERENCE.numpy()}
     batch = {name: batch[name] for name in task.batch_spec(2)}
     sides = [
         torch_log_probabilities(torch_model, ids[:, i], labels[:, i]) for i in (0, 1)
     ]
-    losses = expected(np.stack(sides, axis=1), (labels != -100).sum(-1))
-    # Sums of 8 log-probabilities near 4.6: a few units of rounding of 37.
-    found = jax.jit(task.loss)(params_of(torch_model), batch)
-    assert abs(float(found.mean) - losses.mean()) < 2e-5 and found.weight == 2
+    num_tokens = torch.tensor((labels != -100).sum(-1))
+    losses = expected(torch.stack(sides, dim=1), num_tokens)
+    named = dict(torch_model.named_parameters())
+
+    def compare(mean, weight):
+        (found, counted), gradients = step(params_of(torch_model), batch)
+        # Sums of 8 log-probabilities near 4.6: a few units of rounding of 37.
+        assert abs(float(found) - mean.item()) < 2e-5 and counted == weight
+        wanted = torch.autograd.grad(mean, [*named.values()], retain_graph=True)
+        for name, gradient in zip(named, wanted, strict=True):
+            np.testing.assert_allclose(
+                gradients[name], gradient, rtol=0, atol=1e-5, err_msg=name
+            )
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def step(params, batch):
+        loss = task.loss(params, batch)
+        return loss.mean, loss.weight
+
+    compare(losses.mean(), 2)
     # A pair without a label, as one that fills a batch of an evaluation, has no weight.
     labels[0] = -100
-    rest = jax.jit(task.loss)(params_of(torch_model), batch)
-    assert abs(float(rest.mean) - losses[1]) < 2e-5 and rest.weight == 1
+    compare(losses[1], 1)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -95,7 +119,7 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
     raw["run"] = {"output": str(tmp_path / "out")}
     task = hf.Task(Config.load(raw))
     rows = task.rows()
-    if objective == "dpo":
+    if "reference" in task.batch_spec(3):
         samples = task.samples()
         np.save(
             reference_file(samples, task.model, task.config), np.zeros((3, 2), "f4")
@@ -162,16 +186,21 @@ def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
 
 
 @pytest.mark.slow
-def test_simpo_needs_no_reference(tmp_path):
+@pytest.mark.parametrize("objective", ["ipo", "simpo"])
+def test_losses_of_means_fall_with_the_reference_that_they_need(objective, tmp_path):
     folder, output = model_folder(tmp_path), tmp_path / "tuned"
     lines = [
         {"prompt": f"w{i}", "chosen": "w20 w21", "rejected": "w22"} for i in range(4)
     ]
     data = write(tmp_path / "pairs.jsonl", lines)
     common = ["--data", data, "--output", output, "--samples", 2, "--epochs", 4]
-    common += ["--sequence-length", 8, "--objective", "simpo", "--beta", 2.0]
+    common += ["--sequence-length", 8, "--objective", objective, "--beta", 2.0]
     done = run("finetune", folder, *common, "--learning-rate", 1e-2)
     assert done.exit_code == 0, done.output
-    assert not [*tmp_path.glob("tuned.run/data/**/reference-*")]
+    found = [*tmp_path.glob("tuned.run/data/**/reference-*")]
+    assert len(found) == (objective == "ipo")
     losses = [line["loss"] for line in metrics_of(tmp_path / "tuned.run")]
+    if objective == "ipo":
+        # At first gains are 0, but for rounding, and the target is 1 / (2 * beta).
+        assert abs(losses[0] - 0.25**2) < 0.01
     assert losses[-1] < losses[0] / 2

@@ -345,8 +345,9 @@ class Data(Section):
     null: those of the model's config.json."""
 
     beta: Positive = 0.1
-    """With dpo: how strongly the model is kept near the one that training begins
-    with. With simpo: what the difference of mean log-probabilities is multiplied by."""
+    """With dpo and ipo: how strongly the model is kept near the one that training
+    begins with. With simpo: what the difference of mean log-probabilities is multiplied
+    by."""
 
     simpo_gamma: NonNegative = 0.5
     """With simpo: the margin by which chosen answers are to be likelier, after beta."""

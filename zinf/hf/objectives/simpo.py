@@ -7,11 +7,9 @@ tokens, so a long answer has no advantage, and asks for a margin between the two
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from zinf.core.config import Config
 from zinf.core.problem.weighted import Weighted
-from zinf.hf.batch import IGNORED
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.objectives.objective import Objective
 from zinf.hf.pairs import (
@@ -20,6 +18,7 @@ from zinf.hf.pairs import (
     log_probabilities,
     over_pairs,
     pairs_spec,
+    token_means,
 )
 
 
@@ -31,9 +30,7 @@ def _loss(model: Model, config: Config) -> Callable:
         params: Params, batch: Batch, *key: jax.Array, train: bool = True
     ) -> Weighted:
         sums = log_probabilities(model, params, batch, *key, train=train)
-        # The first token is predicted by none.
-        num_tokens = (batch["labels"][..., 1:] != IGNORED).sum(-1)
-        means = sums / jnp.maximum(num_tokens, 1)
+        means = token_means(sums, batch)
         losses = jax.nn.softplus(gamma - beta * (means[:, 0] - means[:, 1]))
         return over_pairs(losses, batch)
 
