@@ -51,6 +51,12 @@ OBJECTIVES = {
         # From 3e-7 to 1e-6 of all weights: appendix B of the paper.
         rate=0.1,
     ),
+    "orpo": Traits(
+        "predict chosen answers and prefer them, https://arxiv.org/abs/2403.07691",
+        "chosen and rejected answers",
+        num_sequences=2,
+        # That of sft: TRL's example has 8e-6 of all weights.
+    ),
     "classification": Traits(
         "give a text its label", "a text and its label", has_classes=True
     ),

@@ -64,7 +64,16 @@ def simpo(sums, num_tokens):
     return -torch.nn.functional.logsigmoid(BETA * logits)
 
 
-@pytest.mark.parametrize("expected", [dpo, ipo, simpo], ids=lambda x: x.__name__)
+def orpo(sums, num_tokens):
+    """As `ORPOTrainer` of TRL, with the answer alone in the first term."""
+    chosen, rejected = (sums / num_tokens).unbind(1)
+    log_odds = (chosen - rejected) - (
+        torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
+    )
+    return -chosen - BETA * torch.nn.functional.logsigmoid(log_odds)
+
+
+@pytest.mark.parametrize("expected", [dpo, ipo, simpo, orpo], ids=lambda x: x.__name__)
 def test_the_loss_is_that_of_the_paper(expected, tmp_path):
     torch_model = save(llama(), tmp_path)
     data = {"objective": expected.__name__, "beta": BETA, "simpo_gamma": GAMMA}
@@ -186,7 +195,7 @@ def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["ipo", "simpo"])
+@pytest.mark.parametrize("objective", ["ipo", "simpo", "orpo"])
 def test_losses_of_means_fall_with_the_reference_that_they_need(objective, tmp_path):
     folder, output = model_folder(tmp_path), tmp_path / "tuned"
     lines = [

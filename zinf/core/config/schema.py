@@ -347,7 +347,7 @@ class Data(Section):
     beta: Positive = 0.1
     """With dpo and ipo: how strongly the model is kept near the one that training
     begins with. With simpo: what the difference of mean log-probabilities is multiplied
-    by."""
+    by. With orpo: the weight of preferences beside the entropy of chosen answers."""
 
     simpo_gamma: NonNegative = 0.5
     """With simpo: the margin by which chosen answers are to be likelier, after beta."""
