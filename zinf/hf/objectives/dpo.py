@@ -108,8 +108,8 @@ def _write(path: Path, passes: Iterator[np.ndarray], num_pairs: int) -> None:
 def _is_of(path: Path, passes: Iterator[np.ndarray], num_pairs: int) -> bool:
     """Whether a file of `_write` is of the model of the passes, by the first of them.
 
-    That is so if the losses of the first pairs are ln 2, within rounding: on another
-    machine sums of the same terms may differ.
+    That is so if the log-probabilities of the first pairs are equal within rounding: on
+    another machine sums of the same terms may differ.
     """
     kept = read_array(path)
     if kept.shape != (num_pairs, len(SIDES)):
@@ -158,8 +158,7 @@ def _before_training(
     """Compute the reference for all pairs of the files.
 
     That is not done if an earlier run computed it from equal weights. What that run
-    wrote is compared with a pass of this model: the first loss is ln 2, or the file is
-    written anew.
+    wrote is compared with a pass of this model, and written anew unless they agree.
     """
     for samples in files:
         path = reference_file(samples.folder, engine.model, config)
