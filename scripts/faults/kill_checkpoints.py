@@ -36,8 +36,8 @@ import optax
 
 import zinf
 from zinf.checkpoint import Checkpoints, Saved, chunk_writer, durable, incomplete
-from zinf.checkpoint import manifest as manifests
 from zinf.checkpoint import snapshot as snapshots
+from zinf.checkpoint import storage as storages
 from zinf.core.engine.engine import Engine
 from zinf.core.memory.residents import Residents
 from zinf.core.step.run.run import _StepRun
@@ -52,7 +52,7 @@ INSTANTS: dict[str, tuple[Any, str, int]] = {
     "save: a file": (chunk_writer, "_write", 120),
     "save: a link": (chunk_writer, "_keep", 60),
     "save: a sync": (chunk_writer, "_sync_folder", 60),
-    "manifest": (manifests.os, "replace", 3),
+    "manifest": (storages.os, "replace", 3),
     "rename": (durable, "_rename", 6),
     "after a rename": (durable, "sync_folder", 12),
     "load": (Residents, "write_share", 12),

@@ -153,11 +153,11 @@ class FolderStorage(AbstractStorage[Path]):
 
     def _longest_names(self) -> tuple[float, float]:
         """The most bytes that a name and a path may have in the folder."""
-        if sys.platform == "win32":
-            return inf, inf  # Windows cannot say it.
-        with CHECKPOINT.explained("Cannot save a checkpoint", self.folder):
-            name = os.pathconf(self.folder, "PC_NAME_MAX")
-            return name, os.pathconf(self.folder, "PC_PATH_MAX")
+        if sys.platform != "win32":
+            with CHECKPOINT.explained("Cannot save a checkpoint", self.folder):
+                name = os.pathconf(self.folder, "PC_NAME_MAX")
+                return name, os.pathconf(self.folder, "PC_PATH_MAX")
+        return inf, inf  # Windows cannot say it.
 
     def _error(self, what: str, code: int, found: str) -> Any:
         return CHECKPOINT.error(what, code, self.folder, found)

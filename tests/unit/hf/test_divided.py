@@ -61,8 +61,8 @@ def test_layers_are_cut_by_columns_and_rows_and_losses_stay(make, dims, tmp_path
     found, layouts = train(tmp_path, 4, 1, num_tensor=2)
     np.testing.assert_allclose(found, expected, rtol=BOUND)
     cut = {
-        array.path.split(".")[-2]: tuple(layout.computed.spec).index("tensor")
-        for array, layout in layouts.arrays.items()
-        if array.path.endswith(".weight") and "tensor" in layout.computed.spec
+        array.path.split(".")[-2]: tuple(entry.layout.computed.spec).index("tensor")
+        for array, entry in layouts.arrays.items()
+        if array.path.endswith(".weight") and "tensor" in entry.layout.computed.spec
     }
     assert cut == dims
