@@ -271,6 +271,17 @@ def test_the_program_that_was_used_least_recently_is_made_again(engine, monkeypa
     assert len(engine._forward._made) == 2
 
 
+def test_a_module_of_equinox_trains_as_the_readme_says():
+    section = README.read_text().partition("## Modules of Equinox")[2]
+    example = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    names = {}
+    exec(example, names)
+    params, made = jax.tree.leaves(names["params"]()), jax.tree.leaves(names["model"])
+    arrays = [x for x in made if isinstance(x, np.ndarray | jax.Array)]
+    assert [x.shape for x in params] == [x.shape for x in arrays]
+    assert any((x != y).any() for x, y in zip(params, arrays, strict=True))
+
+
 @pytest.mark.slow
 def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
