@@ -1,7 +1,6 @@
 """Traces a function to a flat graph whose inputs have names."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,31 +142,41 @@ def trace_function(
     return Source(graph, param_vars, batch_vars, jax.tree.structure(outputs))
 
 
-@contextmanager
-def noted(name: str, params: Any, batch: Any) -> Generator[None, None, None]:
-    """Add to errors of tracing a function what it was called with.
+class noted:
+    """A context that adds to errors of tracing a function what it was called with.
+
+    A class, because `contextmanager` puts the frames back that are cut from errors.
 
     Args:
         name: what errors call the function.
         params, batch: shapes and dtypes.
     """
-    try:
-        yield
-    except WrongResult as error:
-        # A new error, without the frames and notes of the trace.
-        raise WrongResult(str(error)) from None
-    except Exception as error:
-        given = ", ".join(f"{n} {_brief(x)}" for n, x in named_leaves(batch).items())
+
+    def __init__(self, name: str, params: Any, batch: Any) -> None:
+        self._name, self._params, self._batch = name, params, batch
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, frames: object
+    ) -> None:
+        if isinstance(error, WrongResult):
+            # A new error, without the frames and notes of the trace.
+            raise WrongResult(str(error)) from None
+        if not isinstance(error, Exception):
+            return
+        leaves = named_leaves(self._batch).items()
+        given = ", ".join(f"{n} {_brief(x)}" for n, x in leaves)
         error.add_note(
-            f"{name} raised this when zinf traced it with the batch {given or 'None'}."
+            f"{self._name} raised this when zinf traced it with the batch "
+            f"{given or 'None'}."
         )
         if isinstance(error, (KeyError, AttributeError, IndexError)):
-            error.add_note(f"The parameters are {listed(named_leaves(params))}.")
+            error.add_note(f"The parameters are {listed(named_leaves(self._params))}.")
         if isinstance(error, (TypeError, ValueError)):
-            for note in _of_other_precision(params, batch):
+            for note in _of_other_precision(self._params, self._batch):
                 error.add_note(note)
         error.__traceback__ = traceback_of_user(error)
-        raise
 
 
 class WrongResult(ValueError):
