@@ -37,7 +37,9 @@ class Recorded:
         self.recorder = Recorder(self.root, folder / "nvme")
         self.committed: dict[int, int] = {}
         self._watch_commits(monkeypatch)
-        stores = open_stores(jax.devices()[0], nvme_paths=[folder / "nvme"])
+        # Threads of the tier replace files, and a look at folders must not meet that.
+        with self.recorder.recording():
+            stores = open_stores(jax.devices()[0], nvme_paths=[folder / "nvme"])
         homes = homes_on(list(Tier), ARRAYS)
         residents = Residents(stores, layouts_of(ARRAYS), homes)
         residents.create({})
