@@ -173,7 +173,10 @@ class Recorder:
                 for name in (*folders, *files):
                     path = os.path.join(folder, name)
                     place = alive[os.lstat(folder).st_ino], name
-                    inode = entries[place] = self._note(path, alive)
+                    try:
+                        inode = entries[place] = self._note(path, alive)
+                    except FileNotFoundError:
+                        continue  # Moved meanwhile, by a call that is not watched.
                     if self._entries.get(place) != inode and not os.path.islink(path):
                         number = REAL_OPEN(path, os.O_RDONLY)
                         self._note_file(number, inode, is_synced=False)
