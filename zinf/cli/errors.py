@@ -1,9 +1,10 @@
 """Turns errors of a command into a message and an exit code."""
 
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec
 
 import typer
 
@@ -21,9 +22,28 @@ from zinf.core.text.complaint import complain
 if TYPE_CHECKING:
     from zinf.distributed import AbstractGroup
 
+Given = ParamSpec("Given")
 DOES_NOT_FIT = DIFFERS = 1
 USER_ERROR = 2
 OUTPUT_MEANT = "Look at the drive of standard output, and at that of other files."
+
+
+def returning_exit_code(command: Callable[Given, int]) -> Callable[Given, int]:
+    """Return the exit code with which an error ends a command; an interrupt is raised.
+
+    So that a command for several configs goes on with the next one.
+    """
+
+    @wraps(command)
+    def run(*arguments: Given.args, **named: Given.kwargs) -> int:
+        try:
+            return command(*arguments, **named)
+        except typer.Exit as ended:
+            if ended.exit_code == INTERRUPTED:
+                raise
+            return ended.exit_code
+
+    return run
 
 
 @contextmanager

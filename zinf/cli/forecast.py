@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import typer
 from jax.sharding import Mesh
 from rich.table import Table
 
-from zinf.cli.endings import INTERRUPTED
-from zinf.cli.errors import DOES_NOT_FIT, clean_errors
+from zinf.cli.errors import DOES_NOT_FIT, clean_errors, returning_exit_code
 from zinf.cli.plan import on_machine, rates_note
 from zinf.cli.report import console
 from zinf.cli.task import task_of
@@ -73,6 +71,7 @@ def batch_sizes_of(text: str | None) -> tuple[int, ...]:
 
 
 @only_read()
+@returning_exit_code
 def plan_generation(
     name: Path | str,
     overrides: Sequence[str],
@@ -88,15 +87,10 @@ def plan_generation(
         name: the config file, or with `raw` the name of the model.
         raw: the keys and values of the config; None reads them from the file.
     """
-    try:
-        with clean_errors(traceback):
-            source = name if raw is None else raw
-            config, mesh, machine = on_machine(source, overrides, topology)
-            return _print_forecasts(str(name), config, mesh, machine, asked)
-    except typer.Exit as ended:
-        if ended.exit_code == INTERRUPTED:
-            raise
-        return ended.exit_code
+    with clean_errors(traceback):
+        source = name if raw is None else raw
+        config, mesh, machine = on_machine(source, overrides, topology)
+        return _print_forecasts(str(name), config, mesh, machine, asked)
 
 
 def _print_forecasts(

@@ -7,11 +7,9 @@ from time import perf_counter
 from typing import Any
 
 import jax
-import typer
 
 from zinf import hf
-from zinf.cli.endings import INTERRUPTED
-from zinf.cli.errors import DOES_NOT_FIT, clean_errors
+from zinf.cli.errors import DOES_NOT_FIT, clean_errors, returning_exit_code
 from zinf.cli.plan import on_machine, rates_note
 from zinf.cli.task import heading, refuse_teacher, task_of
 from zinf.core.config import Config
@@ -32,6 +30,7 @@ MAX_DOUBLINGS = 24
 
 
 @only_read()
+@returning_exit_code
 def plan_longest(
     name: Path | str,
     overrides: Sequence[str],
@@ -46,22 +45,17 @@ def plan_longest(
         name: the config file, or with `raw` the name of the model.
         raw: the keys and values of the config; None reads them from the file.
     """
-    try:
-        with clean_errors(traceback):
-            source = name if raw is None else raw
-            config, mesh, _ = on_machine(source, overrides, topology)
-            _check(config)
-            tell(heading(name, config))
-            if config.execution == "auto":
-                # Of all steps the streamed one needs the least memory.
-                overrides = [*overrides, "execution=streamed"]
-            lengths = candidates(mesh.shape.get(SEQ, 1), *_limit(config))
-            attempts = _Attempts(source, overrides, topology)
-            return _search(config, attempts, lengths)
-    except typer.Exit as ended:
-        if ended.exit_code == INTERRUPTED:
-            raise
-        return ended.exit_code
+    with clean_errors(traceback):
+        source = name if raw is None else raw
+        config, mesh, _ = on_machine(source, overrides, topology)
+        _check(config)
+        tell(heading(name, config))
+        if config.execution == "auto":
+            # Of all steps the streamed one needs the least memory.
+            overrides = [*overrides, "execution=streamed"]
+        lengths = candidates(mesh.shape.get(SEQ, 1), *_limit(config))
+        attempts = _Attempts(source, overrides, topology)
+        return _search(config, attempts, lengths)
 
 
 def _check(config: Config) -> None:

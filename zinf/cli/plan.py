@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import typer
 from jax.sharding import Mesh
 
-from zinf.cli.endings import INTERRUPTED
-from zinf.cli.errors import DOES_NOT_FIT, clean_errors
+from zinf.cli.errors import DOES_NOT_FIT, clean_errors, returning_exit_code
 from zinf.cli.report import console
 from zinf.cli.task import devices, heading, num_tokens, task_of, title
 from zinf.cli.teacher import plan_teacher
@@ -34,6 +32,7 @@ SHOWN_INSTRUCTIONS = 40
 
 
 @only_read()
+@returning_exit_code
 def plan_config(
     path: Path | str,
     overrides: Sequence[str],
@@ -50,53 +49,44 @@ def plan_config(
         raw: the keys and values of the config; None reads them from the file.
         html: file for the plan as an HTML page; None writes no page.
     """
-    try:
-        with clean_errors(traceback):
-            source = path if raw is None else raw
-            config, mesh, machine = on_machine(source, overrides, topology)
-            tell(heading(path, config))
-            try:
-                with beside_teacher(config, mesh, machine) as config:
-                    arguments, named = task_of(config).arguments()
-                    batch = named.pop("batch")
-                    planner = make_planner(
-                        *arguments, **named, mesh=mesh, topology=machine
-                    )
-                    made = planner.plan_batch(batch)
-            except InfeasibleError as error:
-                tell(f"does not fit: {error}\n")
-                return DOES_NOT_FIT
-            tell(f"fits: {_shown(made, every)}\n")
-            count = task_of(config).num_parameters
-            if count is None:
-                leaves = jax.tree.leaves(planner.problem.abstract_params)
-                count = sum(leaf.size for leaf in leaves)
-            tell(
-                describe_state(
-                    planner.problem, planner.separated, num_parameters=count
-                ),
-                end="\n\n",
+    with clean_errors(traceback):
+        source = path if raw is None else raw
+        config, mesh, machine = on_machine(source, overrides, topology)
+        tell(heading(path, config))
+        try:
+            with beside_teacher(config, mesh, machine) as config:
+                arguments, named = task_of(config).arguments()
+                batch = named.pop("batch")
+                planner = make_planner(*arguments, **named, mesh=mesh, topology=machine)
+                made = planner.plan_batch(batch)
+        except InfeasibleError as error:
+            tell(f"does not fit: {error}\n")
+            return DOES_NOT_FIT
+        tell(f"fits: {_shown(made, every)}\n")
+        count = task_of(config).num_parameters
+        if count is None:
+            leaves = jax.tree.leaves(planner.problem.abstract_params)
+            count = sum(leaf.size for leaf in leaves)
+        tell(
+            describe_state(planner.problem, planner.separated, num_parameters=count),
+            end="\n\n",
+        )
+        if raw is not None:
+            tell(f"{_wear(made.plan)}\n")
+        tell(f"{rates_note(config, topology)}\n")
+        if html is not None:
+            record = RunRecord.of(
+                config,
+                made.plan,
+                title=title(Path(path).name, config),
+                num_tokens=num_tokens(config),
+                devices=devices(mesh),
+                has_measured_rates=planner.has_measured_rates,
             )
-            if raw is not None:
-                tell(f"{_wear(made.plan)}\n")
-            tell(f"{rates_note(config, topology)}\n")
-            if html is not None:
-                record = RunRecord.of(
-                    config,
-                    made.plan,
-                    title=title(Path(path).name, config),
-                    num_tokens=num_tokens(config),
-                    devices=devices(mesh),
-                    has_measured_rates=planner.has_measured_rates,
-                )
-                write_page(page(record, (), predicted_step(made.plan)), html)
-                tell(f"The plan is drawn in {html}.\n")
-            if machine is not None:
-                _print_compiled(made, machine, planner.param_bytes)
-    except typer.Exit as ended:
-        if ended.exit_code == INTERRUPTED:
-            raise
-        return ended.exit_code
+            write_page(page(record, (), predicted_step(made.plan)), html)
+            tell(f"The plan is drawn in {html}.\n")
+        if machine is not None:
+            _print_compiled(made, machine, planner.param_bytes)
     return 0
 
 
