@@ -7,14 +7,13 @@ interpreter needs torch, transformers and accelerate alone.
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from served import answer
+from served import answer, answer_texts
 
 
 def load(settings: dict[str, Any]) -> Any:
@@ -47,19 +46,7 @@ def main() -> None:
     prompts = torch.tensor(np.load(settings["prompts"]))
     places = {str(place) for place in model.hf_device_map.values()}
     answer({"homes": sorted(places)})
-    count = settings["tokens"]
-    for _ in sys.stdin:
-        began = time.perf_counter()
-        found = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        seconds = time.perf_counter() - began
-        answer({"seconds": seconds, "tokens": found[:, prompts.shape[1] :].tolist()})
+    answer_texts(model, prompts, settings["tokens"])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import numpy as np
 import transformers
 from rich.console import Console
 from rich.table import Table
-from served import Served, answer
+from served import Served, answer, answer_texts
 
 NAMES = ("zinf", "zinf-streamed", "transformers")
 WARM_UP = 1  # Rounds that compile.
@@ -64,19 +64,7 @@ def serve_torch(given: dict[str, Any]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         given["model"], dtype=dtype
     ).eval()
-    prompts, count = torch.tensor(np.load(given["prompts"])), given["tokens"]
-    for _ in sys.stdin:
-        began = time.perf_counter()
-        found = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=count,
-            min_new_tokens=count,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        seconds = time.perf_counter() - began
-        answer({"seconds": seconds, "tokens": found[:, prompts.shape[1] :].tolist()})
+    answer_texts(model, torch.tensor(np.load(given["prompts"])), given["tokens"])
 
 
 def serve_zinf(given: dict[str, Any], execution: str) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,28 @@ from typing import Any
 def answer(found: Any) -> None:
     """Prints an answer; called in the process of the contender."""
     print(json.dumps({"answer": found}), flush=True)
+
+
+def answer_texts(model: Any, prompts: Any, count: int) -> None:
+    """Generates by `transformers` for every line of stdin.
+
+    Answers with the seconds and the `count` greedy tokens of each prompt.
+
+    Args:
+        prompts: a torch tensor of token ids, (texts, tokens).
+    """
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        found = model.generate(
+            prompts,
+            attention_mask=prompts.new_ones(prompts.shape),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        seconds = time.perf_counter() - began
+        answer({"seconds": seconds, "tokens": found[:, prompts.shape[1] :].tolist()})
 
 
 class Served:
