@@ -271,11 +271,17 @@ def test_the_program_that_was_used_least_recently_is_made_again(engine, monkeypa
     assert len(engine._forward._made) == 2
 
 
-def test_a_module_of_equinox_trains_as_the_readme_says():
-    section = README.read_text().partition("## Modules of Equinox")[2]
-    example = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+def run_example(heading):
+    """What the example of a section of the README defines."""
+    section = README.read_text().partition(heading)[2].partition("\n## ")[0]
+    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     names = {}
     exec(example, names)
+    return names
+
+
+def test_a_module_of_equinox_trains_as_the_readme_says():
+    names = run_example("## Modules of Equinox")
     params, made = jax.tree.leaves(names["params"]()), jax.tree.leaves(names["model"])
     arrays = [x for x in made if isinstance(x, np.ndarray | jax.Array)]
     assert [x.shape for x in params] == [x.shape for x in arrays]
@@ -285,9 +291,6 @@ def test_a_module_of_equinox_trains_as_the_readme_says():
 @pytest.mark.slow
 def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    section = README.read_text().partition("## What else runs over the residents")[2]
-    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names = {}
-    exec(example, names)
+    names = run_example("## What else runs over the residents")
     assert names["scores"].shape == (8,)
     assert np.all(names["scores"] < 0)
