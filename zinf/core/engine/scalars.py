@@ -53,6 +53,11 @@ class Scalars:
         # On the CPU, because on a device the result would wait behind queued work.
         return compile_advance(self._separated, device=first_cpu())
 
+    @cached_property
+    def _rate(self) -> Any:
+        rate = self._separated.rate
+        return None if rate is None else jax.jit(rate)
+
     @property
     def is_scaled(self) -> bool:
         return self._scale is not None
@@ -81,10 +86,10 @@ class Scalars:
                 return float(value)
             if COUNT.search(state.optax_path):
                 count = int(value)
-        if self._separated.rate is None:
+        if self._rate is None:
             return None
         with jax.default_device(first_cpu()):
-            return float(self._separated.rate(np.int32(count - 1)))
+            return float(self._rate(np.int32(count - 1)))
 
     def advance(self) -> Advance:
         """Shared state and step values of the next step. Changes nothing."""

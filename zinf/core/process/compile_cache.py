@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 << 30
 KEPT_SECONDS = 30 * 24 * 3600.0
-# What compiles faster than this is not worth a file.
-MIN_COMPILE_SECONDS = 0.05
+# Also what compiles in 10 ms: reading it takes 2, and a start has some forty of them.
+MIN_COMPILE_SECONDS = 0.0
 ENABLED, DIRECTORY = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
 MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 JAX_MIN_SECONDS = 1.0  # jax's own default of the same
