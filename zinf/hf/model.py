@@ -33,12 +33,12 @@ from zinf.hf import attention, gradients
 from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
-from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.derivatives import own_derivatives
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.masks import counted_positions
-from zinf.hf.module import CONFIG, build, read_config
+from zinf.hf.module import CONFIG, build, read_config, read_quantization
+from zinf.hf.quantized import plain
 from zinf.hf.rotary import growth_of
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 
@@ -302,9 +302,9 @@ class Model:
         folder = find_folder(self.name, weights=True)
         files = SafetensorsFiles(weights_path(folder))
         try:
-            plain = Dequantized(files, block_of(folder))
-            check_dtypes(plain.specs)
-            return files, self._stored(plain)
+            tensors = plain(files, read_quantization(folder))
+            check_dtypes(tensors.specs)
+            return files, self._stored(tensors)
         except BaseException:
             files.close()
             raise

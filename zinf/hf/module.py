@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from zinf.hf import attention, experts, gradients, lookups, rotary
-from zinf.hf.dequantize import METHODS, is_readable
+from zinf.hf.quantized import METHODS, refusal
 
 CONFIG = "config.json"
 # Far more layers, experts and labels than published models have.
@@ -67,11 +67,11 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
             f"{path} says quantization_config = {quantization!r:.40}, which is no "
             "section. Get it again."
         )
-    if quantization and not is_readable(quantization):
-        method = quantization.get("quant_method", "an unknown method")
+    reason = refusal(quantization) if quantization else None
+    if reason is not None:
         raise NotImplementedError(
-            f"{path} says that the weights are quantized ({method}), and zinf reads "
-            f"plain ones, {' and '.join(METHODS)}. Use the checkpoint in bfloat16, or "
+            f"{path} says that the weights are quantized ({reason}), and zinf reads "
+            f"plain ones, {', '.join(METHODS)}. Use the checkpoint in bfloat16, or "
             "dequantize this one in transformers and save it."
         )
     try:
@@ -88,6 +88,12 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
         # The model computes with plain weights, and is exported so.
         del config.quantization_config
     return config
+
+
+def read_quantization(folder: Path) -> Mapping[str, Any] | None:
+    """How the weights in a folder are quantized, as its config.json says."""
+    raw = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return raw.get("quantization_config") or None
 
 
 def _check_counts(raw: Mapping[str, Any], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import optax
@@ -18,7 +19,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # isort:
 
 from zinf import hf  # isort: skip
 from zinf.adapt.blocks import OF_BITS, Encoding  # isort: skip
-from zinf.hf.weights import to_torch  # isort: skip
+from zinf.hf.quantized import plain, refusal  # isort: skip
+from zinf.hf.weights import check_dtypes, to_torch  # isort: skip
+from zinf.core.interchange.safetensors_files import SafetensorsFiles  # isort: skip
 from zinf.core.interchange.tensors import boxes  # isort: skip
 from zinf.core.plan import Link  # isort: skip
 from zinf.core.program import Role, Tier  # isort: skip
@@ -232,3 +235,101 @@ def test_weights_without_their_scales_are_named(tmp_path):
     words = r"up_proj.weight_scale_inv has the shape \[1, 2\]"
     with pytest.raises(ValueError, match=words):
         hf.load(tmp_path).open_weights()
+
+
+RECORDED = np.load(Path(__file__).parent / "quantized.npz")
+CASES = json.loads(str(RECORDED["cases"]))
+
+
+def recorded(name):
+    """The tensors of a file."""
+    tensors = {}
+    for key in RECORDED.files:
+        if key.startswith(f"{name}/"):
+            part, value = key.removeprefix(f"{name}/"), torch.from_numpy(RECORDED[key])
+            is_float8 = part in CASES[name]["float8"]
+            tensors[part] = value.view(torch.float8_e4m3fn) if is_float8 else value
+    return tensors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_libraries_read_their_weights_as_zinf_does(name, tmp_path):
+    """Recorded by scripts/reports/record_quantized.py: whole weights and odd parts."""
+    tensors = recorded(name) | {"other": torch.arange(3.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    section, wanted = CASES[name]["section"], RECORDED[f"{name}="]
+    assert refusal(section) is None
+    with SafetensorsFiles(tmp_path / "model.safetensors") as files:
+        weights = plain(files, section)
+        assert {n: x.shape for n, x in weights.specs.items()} == {
+            "layer.weight": wanted.shape,
+            "other": (3,),
+        }
+        check_dtypes(weights.specs)
+        # float32 products of the same numbers; bitsandbytes reads int8 in float16.
+        exact = {"rtol": 1e-3 if name == "int8" else 3e-7, "atol": 1e-7}
+        found = all_parts(weights, "layer.weight")
+        np.testing.assert_allclose(found, wanted, **exact)
+        rows = weights.read("layer.weight", ((3, 30), (0, wanted.shape[1])))
+        np.testing.assert_array_equal(rows, found[3:30])
+        rows = weights.read("layer.weight", ((7, 8), (5, 20)))
+        np.testing.assert_array_equal(rows, found[7:8, 5:20])
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "words"),
+    [
+        ("gptq 4", "layer.scales", "layer.scales is absent, and 'layer.qweight' "),
+        ("gptq 4 sorted", "layer.g_idx", None),
+        ("awq", "layer.qzeros", "layer.qzeros is absent, and 'layer.qweight' "),
+        ("pack 4", "layer.weight_shape", "layer.weight_shape is absent. Get the files"),
+        ("pack 4", "layer.weight_scale", "layer.weight_scale is absent. Get the"),
+        ("nf4 nested", "layer.weight.nested_absmax", "nested_absmax is absent. Get"),
+        ("nf4", "layer.weight.absmax", "layer.weight.absmax is absent, and "),
+    ],
+)
+def test_a_part_that_is_missing_is_named(name, part, words, tmp_path):
+    tensors = recorded(name)
+    del tensors[part]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with SafetensorsFiles(tmp_path / "model.safetensors") as files:
+        if words is None:  # Inputs are in the order of their groups.
+            assert "layer.weight" in plain(files, CASES[name]["section"]).specs
+            return
+        with pytest.raises((ValueError, NotImplementedError)) as error:
+            check_dtypes(plain(files, CASES[name]["section"]).specs)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits, and "),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4"}, "format nvfp4"),
+        ({"quant_method": "hqq"}, "hqq"),
+        ({}, "an unknown method"),
+    ],
+)
+def test_what_is_not_read_is_said(section, words):
+    assert words in refusal(section)
+
+
+def to_int8(tensors):
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        scales = tensors[name].abs().amax(1, keepdim=True) / 127
+        codes = torch.round(tensors[name] / scales).to(torch.int8)
+        tensors |= {name: codes, f"{name}_scale": scales}
+
+
+def test_adapters_train_over_a_model_in_int8(tmp_path):
+    section = CASES["int 8"]["section"]
+    tensors = stored(llama(), tmp_path, to_int8, section)
+    model, batch = hf.load(tmp_path), {"input_ids": tokens()}
+    config = on_tier("host", tmp_path) | {"adapter": {"r": 2}}
+    with hf.initialize(model, optax.adam(1e-2), config, batch=batch) as engine:
+        name = "model.layers.1.mlp.down_proj.weight"
+        wanted = tensors[name] * tensors[f"{name}_scale"]
+        assert np.array_equal(engine.get(f"base/{name}"), wanted.numpy())
+        losses = [engine.step(batch)["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]

@@ -1,0 +1,17 @@
+"""Quantized weights of published checkpoints as plain ones, part by part.
+
+| `quant_method` | read are |
+|---|---|
+| `fp8` | float8 numbers in blocks, as DeepSeek-V3 has them |
+| `mxfp4` | experts of gpt-oss |
+| `gptq` | 2, 4 or 8 bits in groups of inputs, also sorted ones (`desc_act`) |
+| `awq` | 4 bits in groups of inputs, of the version `gemm` |
+| `compressed-tensors` | `pack-quantized`, `int-quantized` and `float-quantized` |
+| `bitsandbytes` | nf4, fp4, with absmax in 8 bits too; LLM.int8 |
+
+A method is a module here with a `find`, and a row in `METHODS`.
+"""
+
+from zinf.hf.quantized.methods import METHODS as METHODS
+from zinf.hf.quantized.methods import plain as plain
+from zinf.hf.quantized.methods import refusal as refusal

@@ -1,0 +1,55 @@
+"""Weights as AWQ's programs write them (https://arxiv.org/abs/2306.00978).
+
+Eight outputs of one input are in a word, in the order that its kernels unpack fastest.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.hf.quantized.by_inputs import QWEIGHT, ByInputs, check_groups, names_of
+from zinf.hf.quantized.packed import WORD, float32, read_whole, unpacked
+
+BITS = 4
+# The place in a word of each of eight outputs.
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def refusal(section: Mapping[str, Any]) -> str | None:
+    bits, version = section.get("bits", BITS), section.get("version", "gemm")
+    if bits != BITS:
+        return f"{bits} bits, and {BITS} are read"
+    if str(version).lower() != "gemm":
+        return f"version {version}, and gemm is read"
+    return None
+
+
+def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Awq"]:
+    """The weights of `NAME.qweight`."""
+    found = {}
+    for qweight, spec in files.specs.items():
+        if not qweight.endswith(QWEIGHT):
+            continue
+        inputs, outputs = spec.shape[0], spec.shape[1] * WORD // BITS
+        name, *parts = names_of(qweight)
+        group = check_groups(files, qweight, inputs, outputs, BITS)
+        found[name] = Awq(tuple(parts), float32(outputs, inputs), BITS, group)
+    return found
+
+
+class Awq(ByInputs):
+    """A weight of one `NAME.qweight` [inputs, outputs / 8]."""
+
+    def codes(self, files: AbstractTensors, start: int, stop: int) -> np.ndarray:
+        width = files.specs[self.parts[0]].shape[1]
+        return _in_order(files.read(self.parts[0], ((start, stop), (0, width))))
+
+    def zeros(self, files: AbstractTensors) -> np.ndarray:
+        return _in_order(read_whole(files, self.qzeros)).astype(np.float32)
+
+
+def _in_order(words: np.ndarray) -> np.ndarray:
+    codes = unpacked(words, BITS).reshape(*words.shape, len(ORDER))
+    return codes[..., ORDER].reshape(words.shape[0], -1)

@@ -1,0 +1,162 @@
+"""Weights as llm-compressor and vLLM keep them: the library compressed-tensors.
+
+| `format` | tensors of `NAME` |
+|---|---|
+| `pack-quantized` | `weight_packed` int32, `weight_scale`, `weight_shape` |
+| `int-quantized` | `weight` int8, `weight_scale` |
+| `float-quantized` | `weight` float8, `weight_scale` |
+
+A scale is of a group of inputs, of an output, or of all of a weight. With
+`weight_zero_point` the code of 0 is not 0, and `weight_g_idx` has the group of each
+input.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.sharding import Box
+from zinf.hf.quantized.packed import (
+    WORD,
+    Packed,
+    float32,
+    read_floats,
+    read_whole,
+    rows_of_part,
+    unpacked,
+)
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+BITS = (2, 4, 8)
+WEIGHT = "weight"
+PACKED, SCALE, ZERO = "_packed", "_scale", "_zero_point"
+SHAPE, GROUP_OF = "_shape", "_g_idx"
+
+
+def refusal(section: Mapping[str, Any]) -> str | None:
+    groups = (section.get("config_groups") or {}).values()
+    named = {section.get("format"), *(group.get("format") for group in groups)}
+    others = sorted(str(x) for x in named - {*FORMATS, None})
+    if others:
+        return f"format {', '.join(others)}, and {', '.join(FORMATS)} are read"
+    return None
+
+
+def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Rows"]:
+    """The weights of `NAME_packed`, and those with `NAME_scale` beside them."""
+    found = {}
+    for part in files.specs:
+        if part.endswith(f"{WEIGHT}{PACKED}"):
+            name = part.removesuffix(PACKED)
+            found[name] = _packed(files, name)
+        name = part.removesuffix(SCALE)
+        if part.endswith(f"{WEIGHT}{SCALE}") and name in files.specs:
+            parts = (name, *_beside(files, name, (SCALE, ZERO)))
+            found[name] = _rows(files, parts, files.specs[name].shape, 0)
+    return found
+
+
+def _packed(files: AbstractTensors, name: str) -> "Rows":
+    codes = f"{name}{PACKED}"
+    for needed in (f"{name}{SHAPE}", f"{name}{SCALE}"):
+        if needed not in files.specs:
+            raise ValueError(f"{needed} is absent. Get the files again.")
+    outputs, inputs = (int(x) for x in read_whole(files, f"{name}{SHAPE}"))
+    width = files.specs[codes].shape[1]
+    fitting = [bits for bits in BITS if -(-inputs * bits // WORD) == width]
+    if len(fitting) != 1 or files.specs[codes].shape[0] != outputs:
+        raise ValueError(
+            f"{codes} is {list(files.specs[codes].shape)}, and {name}{SHAPE} says "
+            f"[{outputs}, {inputs}], of which no {' or '.join(map(str, BITS))} bits "
+            "make it. Get the files again."
+        )
+    ends = (SCALE, ZERO, GROUP_OF, SHAPE)
+    parts = (codes, *_beside(files, name, ends))
+    return _rows(files, parts, (outputs, inputs), fitting[0])
+
+
+def _beside(files: AbstractTensors, name: str, ends: tuple[str, ...]) -> list[str]:
+    return [f"{name}{end}" for end in ends if f"{name}{end}" in files.specs]
+
+
+def _rows(
+    files: AbstractTensors, parts: tuple[str, ...], plain: tuple[int, ...], bits: int
+) -> "Rows":
+    shape = files.specs[parts[1]].shape
+    fits = shape in ((), (1,), (1, 1)) or shape[0] == plain[0]
+    if not fits or len(shape) == 2 and plain[1] % shape[1]:
+        raise ValueError(
+            f"{parts[1]} is {list(shape)}, and the weight is {list(plain)}: it needs a "
+            "scale for each group of an output's inputs, for each output, or one for "
+            "all. Get the files again."
+        )
+    return Rows(parts, float32(*plain), bits)
+
+
+@dataclass(frozen=True)
+class Rows(Packed):
+    """
+    Attributes:
+        bits: of a packed code; 0: codes are plain numbers.
+    """
+
+    bits: int
+
+    @property
+    def copies(self) -> int:
+        # The codes in 32 bits and in 8, the numbers, and their scales one by one.
+        return 4
+
+    def block(self, files: AbstractTensors) -> tuple[int, ...]:
+        return (rows_of_part(files, self.parts[0], self.spec), self.spec.shape[1])
+
+    def read(self, files: AbstractTensors, box: Box) -> np.ndarray:
+        (low, high), columns = box
+        inputs = self.spec.shape[1]
+        width = files.specs[self.parts[0]].shape[1]
+        found = files.read(self.parts[0], ((low, high), (0, width)))
+        if self.bits:
+            found = unpacked(found, self.bits)[:, :inputs]
+        values = found.astype(np.float32)
+        if self.bits:
+            # Codes of signed numbers are stored from 0 on.
+            values -= 2 ** (self.bits - 1)
+        scales = self._of_rows(read_floats(files, self._part(SCALE) or ""), low, high)
+        groups = self._groups(files, scales.shape[1])
+        zeros = self._zeros(files, low, high)
+        if zeros is not None:
+            values -= zeros[:, groups]
+        values *= scales[:, groups]
+        return np.ascontiguousarray(values[:, slice(*columns)])
+
+    def _groups(self, files: AbstractTensors, count: int) -> np.ndarray:
+        """The group of each input."""
+        inputs = self.spec.shape[1]
+        index = self._part(GROUP_OF)
+        if index is None:
+            return np.arange(inputs) // (inputs // count)
+        return read_whole(files, index)
+
+    def _zeros(self, files: AbstractTensors, low: int, high: int) -> np.ndarray | None:
+        """The code of 0, float32 [rows, groups]; None: it is 0."""
+        name = self._part(ZERO)
+        if name is None:
+            return None
+        codes = read_whole(files, name)
+        if self.bits and codes.dtype == np.int32:
+            # Packed along the outputs.
+            codes = unpacked(np.ascontiguousarray(codes.T), self.bits).T
+            codes = codes.astype(np.float32) - 2 ** (self.bits - 1)
+        return self._of_rows(codes.astype(np.float32), low, high)
+
+    def _of_rows(self, values: np.ndarray, low: int, high: int) -> np.ndarray:
+        """Values of some rows [rows, groups], of one for each row, or one for all."""
+        if values.size == 1:
+            return np.broadcast_to(values.reshape(1, 1), (high - low, 1))
+        return values.reshape(values.shape[0], -1)[low:high]
+
+    def _part(self, end: str) -> str | None:
+        return next((name for name in self.parts if name.endswith(end)), None)

@@ -1,0 +1,62 @@
+"""The methods by which published weights are quantized."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.hf.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from zinf.hf.quantized.packed import Dequantized, Packed
+
+# The section quantization_config of config.json.
+Section = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """How weights of a method are read.
+
+    Attributes:
+        find: the plain weights that can be made of tensors, by name.
+        refusal: what a section asks for that is not read; None: nothing.
+    """
+
+    find: Callable[[AbstractTensors, Section], Mapping[str, Packed]]
+    refusal: Callable[[Section], str | None]
+
+
+METHODS = {
+    "fp8": Method(fp8.find, fp8.refusal),
+    "mxfp4": Method(mxfp4.find, lambda section: None),
+    "gptq": Method(gptq.find, gptq.refusal),
+    "awq": Method(awq.find, awq.refusal),
+    "compressed-tensors": Method(compressed_tensors.find, compressed_tensors.refusal),
+    "bitsandbytes": Method(bitsandbytes.find, lambda section: None),
+}
+# Those whose tensors are known by their names, where config.json says nothing.
+BY_NAME = ("fp8", "mxfp4")
+
+
+def plain(files: AbstractTensors, section: Section | None) -> AbstractTensors:
+    """The tensors of files, where quantized ones are plain numbers.
+
+    Args:
+        section: `quantization_config` of config.json.
+
+    Raises:
+        ValueError: scales are missing, or of another shape.
+    """
+    methods = [section["quant_method"]] if section else BY_NAME
+    made: dict[str, Packed] = {}
+    for method in methods:
+        made |= METHODS[method].find(files, section or {})
+    return Dequantized(files, made)
+
+
+def refusal(section: Section) -> str | None:
+    """Why weights that were quantized so are not read, or None if they are."""
+    method = section.get("quant_method")
+    if method not in METHODS:
+        return f"{method or 'an unknown method'}"
+    reason = METHODS[method].refusal(section)
+    return None if reason is None else f"{method}, {reason}"
