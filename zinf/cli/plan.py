@@ -16,8 +16,8 @@ from zinf.core.config import Config, grouping
 from zinf.core.engine.initialize import make_planner
 from zinf.core.machine.devices import group_devices, on_devices
 from zinf.core.plan import InfeasibleError, Plan
-from zinf.core.plan.instruction import Link
 from zinf.core.plan.show import show_instructions
+from zinf.core.program import Link
 from zinf.core.step.arrays import describe_state
 from zinf.core.step.compiled import compiled_runs
 from zinf.core.step.prepared import AbstractPrepared

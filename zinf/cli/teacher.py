@@ -29,7 +29,7 @@ from zinf.core.machine.devices import group_devices, on_devices
 from zinf.core.machine.resources import Resources
 from zinf.core.memory.nvme.root import INNER
 from zinf.core.plan import InfeasibleError, Shortage, show_bytes
-from zinf.core.program import BUDGETS, Tier
+from zinf.core.program import Tier
 from zinf.core.segment import user_function
 from zinf.core.step.forward import plan_forward
 from zinf.core.step.planner import Planner
@@ -99,7 +99,7 @@ class Teacher:
             yield
         except InfeasibleError as error:
             budgets = " and ".join(
-                f"{self.held_bytes[tier]:,} bytes of {BUDGETS[tier]}"
+                f"{self.held_bytes[tier]:,} bytes of {tier.row.budget}"
                 for tier in error.shortages
             )
             text = f"The teacher {self.path} takes {budgets}, which is not in these."

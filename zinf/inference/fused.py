@@ -390,13 +390,13 @@ class Functions:
         peaks = dict(resting)
         peaks[Tier.DEVICE] += workspace_bytes
         # Through the host, one at a time.
-        read = [a for a, tier in self.elsewhere.items() if tier == Tier.NVME]
+        read = [a for a, tier in self.elsewhere.items() if not tier.row.is_memory]
         peaks[Tier.HOST] += max((planner.spec(a).nbytes for a in read), default=0)
         what = "what rests there with the fused programs of generation"
         lacking = {
             tier: Shortage(capacity[tier], needed, what)
             for tier, needed in peaks.items()
-            if tier != Tier.NVME and needed > capacity[tier]
+            if tier.row.is_memory and needed > capacity[tier]
         }
         if lacking:
             raise InfeasibleError(lacking, capacity)

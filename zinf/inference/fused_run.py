@@ -172,7 +172,7 @@ def _on_device(array: ArrayId, tier: Tier, nbytes: int, stores: Stores) -> jax.A
     if tier == Tier.DEVICE:
         return stores.device.read(array).result()
     # What is read from a drive takes memory of the host meanwhile.
-    taken, ledger = nbytes if tier == Tier.NVME else 0, stores.host.ledger
+    taken, ledger = 0 if tier.row.is_memory else nbytes, stores.host.ledger
     ledger.reserve(taken, str(array))
     try:
         content = stores[tier].read(array).result()

@@ -18,7 +18,7 @@ import numpy as np
 from zinf.core.jaxpr.keys import in_words
 from zinf.core.plan import InfeasibleError
 from zinf.core.problem.leafwise import Leafwise
-from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier, open_tiers
 from zinf.core.segment import Function, named_leaves
 from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.arrays import array_specs
@@ -120,8 +120,7 @@ class GenerationPlanner:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Where a cache may rest, fastest first."""
-        nvme = self.planner.capacity()[Tier.NVME]
-        return tuple(Tier) if nvme else (Tier.DEVICE, Tier.HOST)
+        return open_tiers(self.planner.capacity())
 
     def plan(self, shape: Shape) -> Generation:
         """Both programs for one microbatch, compiled.

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zinf.core.plan import Link, show_bytes, show_seconds
-from zinf.core.program import Tier
+from zinf.core.program import MOVING, Tier
 from zinf.observe.record import RunRecord
 from zinf.observe.replay import busy_seconds, replay
 from zinf.observe.traced import Span, TracedStep
 
 NVME = (Link.NVME_READ, Link.NVME_WRITE)
-COPIES = (Link.H2D, Link.D2H)
+COPIES = tuple(link for link in MOVING if link not in NVME)
 # Advice for a link is given only if a link twice as fast saves this share of the step.
 LEAST_GAIN = 0.05
 # A tier whose planned peak is at least this share of its budget is called full.

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import cycle
 from typing import Any
 
 from zinf.core.plan import Link, show_bytes, show_seconds
@@ -32,7 +33,7 @@ SAME_TIME = 5e-9
 # Heights in pixels. TOP has room for plotly's buttons above the first title.
 LANE, PANEL_GAP, TOP, BOTTOM = 30, 62, 50, 44
 LANES = [link for link in Link if not link.only_frees]
-TIER_COLORS = {Tier.DEVICE: "#1F5A9E", Tier.HOST: "#2E9A1E", Tier.NVME: "#B5480F"}
+TIER_COLORS = dict(zip(Tier, cycle(("#1F5A9E", "#2E9A1E", "#B5480F")), strict=False))
 
 
 def training_figure(metrics: Sequence[Metrics]) -> Figure:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from zinf.core.plan import Plan
 from zinf.core.plan.show import show_bytes, show_seconds
-from zinf.core.program import Tier
-from zinf.observe.totals import LINKS, Totals
+from zinf.core.program import MOVING, Tier
+from zinf.observe.totals import Totals
 
 Row = tuple[str, ...]
 
@@ -42,7 +42,7 @@ def _held(totals: Totals, plan: Plan) -> list[Row]:
 
 def _moved(totals: Totals, plan: Plan) -> list[Row]:
     rows: list[Row] = [("moved per step", "measured", "planned", "in all")]
-    for link in LINKS:
+    for link in MOVING:
         moved_bytes = totals.moved_bytes[link]
         amounts = (moved_bytes // totals.num_steps, plan.link_bytes(link), moved_bytes)
         rows.append((f"  {link}", *map(show_bytes, amounts)))

@@ -4,11 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from zinf.core.plan import Link
-from zinf.core.program import Tier
+from zinf.core.program import MOVING, Link, Tier
 from zinf.observe.writer import Metrics
-
-LINKS = (Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H)
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Totals:
             tokens=metrics["tokens_per_second"] * seconds,
             counted=counted(metrics),
             peak_bytes={tier: metrics[f"{tier}_bytes"] for tier in Tier},
-            moved_bytes={link: metrics[_key(link)] for link in LINKS},
+            moved_bytes={link: metrics[link.metric] for link in MOVING},
         )
 
     def __add__(self, later: "Totals") -> "Totals":
@@ -62,7 +59,8 @@ class Totals:
                 for tier in Tier
             },
             moved_bytes={
-                link: self.moved_bytes[link] + later.moved_bytes[link] for link in LINKS
+                link: self.moved_bytes[link] + later.moved_bytes[link]
+                for link in MOVING
             },
         )
 
@@ -70,7 +68,3 @@ class Totals:
 def counted(metrics: Metrics) -> str:
     """What a step's `tokens_per_second` counts."""
     return "samples" if "samples_per_second" in metrics else "tokens"
-
-
-def _key(link: Link) -> str:
-    return f"{link.value.replace(' ', '_')}_bytes"

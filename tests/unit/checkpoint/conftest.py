@@ -29,8 +29,7 @@ def open_residents(tmp_path: Path) -> Iterator[OpenResidents]:
     ) -> Residents:
         stores = open_stores(
             jax.devices()[0],
-            device_bytes=device_bytes,
-            host_bytes=host_bytes,
+            capacity_bytes={Tier.DEVICE: device_bytes, Tier.HOST: host_bytes},
             nvme_paths=[tmp_path / f"nvme{len(opened)}"],
         )
         opened.append(stores)

@@ -56,10 +56,11 @@ def test_holding_keeps_bytes_after_success_and_returns_them_after_failure():
 
 
 def test_each_tier_gives_its_store_with_its_budget(tmp_nvme):
-    budgets = {"device_bytes": 1000, "host_bytes": 2000, "nvme_bytes": 3000}
-    stores = open_stores(jax.devices()[0], **budgets, nvme_paths=[tmp_nvme])
+    budgets = {Tier.DEVICE: 1000, Tier.HOST: 2000, Tier.NVME: 3000}
+    device = jax.devices()[0]
+    stores = open_stores(device, capacity_bytes=budgets, nvme_paths=[tmp_nvme])
     assert stores.tiers == tuple(Tier)
-    for tier, capacity_bytes in zip(Tier, budgets.values(), strict=True):
+    for tier, capacity_bytes in budgets.items():
         assert stores[tier].tier is tier
         assert stores[tier].ledger.capacity_bytes == capacity_bytes
         stores[tier].ledger.reserve(10, "a")

@@ -138,8 +138,8 @@ def test_any_rows_are_read_and_written_alike_however_an_array_is_cut(name, tier,
     specs = {array: ArraySpec(shape, "float32", 4)}
     found = persistent_layouts(specs, axis_rule(mesh, stage=stage, min_bytes=0))
     assert found.of(array).has_whole_rows == (name == "by columns")
-    budgets = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "nvme_bytes": 0}
-    stores = open_stores(list(mesh.devices.flat), **budgets)
+    budgets = {Tier.DEVICE: 1 << 20, Tier.HOST: 1 << 20}
+    stores = open_stores(list(mesh.devices.flat), capacity_bytes=budgets)
     residents = Residents(stores, found, {array: tier})
     expected = np.random.default_rng(0).standard_normal(shape, np.float32)
     edges = [*range(0, shape[0], max(5, shape[0] // 4)), shape[0]]

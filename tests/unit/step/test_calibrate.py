@@ -245,7 +245,7 @@ def test_rows_of_an_array_that_is_there_whole_are_freed_with_it() -> None:
     whole = ArrayId(Role.PARAM, "kernel")
     rows = ArrayId(Role.PARAM, "kernel", (0, 2))
     one_device = jax.devices()[:1]
-    with closing(open_stores(one_device, device_bytes=None, host_bytes=96)) as stores:
+    with closing(open_stores(one_device, capacity_bytes={Tier.HOST: 96})) as stores:
         for array, count in ((rows, 2), (whole, 4)):
             stores[Tier.HOST].write(array, np.zeros((count, 4), np.float32)).result()
             free_copies(stores, [(rows, Tier.HOST)])

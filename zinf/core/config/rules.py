@@ -106,7 +106,7 @@ def execution_violations(
             text = "offloaded keeps everything in pinned host memory, but"
             where = f"{'.'.join(path)} asks for the {tier} tier"
             yield ("execution",), f"{text} {where}. Use streamed, or device: cpu."
-        if execution == "fused" and tier in (Tier.HOST, Tier.NVME):
+        if execution == "fused" and tier in Tier.DEVICE.slower:
             text = "fused keeps everything on the device, but"
             where = f"{'.'.join(path)} asks for the {tier} tier"
             yield ("execution",), f"{text} {where}. Use auto or streamed."

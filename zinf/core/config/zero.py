@@ -18,7 +18,6 @@ from zinf.core.config.status import Auto, Unsupported
 from zinf.core.program import Tier
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
-TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
 class AIO(Section):
@@ -192,5 +191,5 @@ def _tier(
     section: OffloadParam | OffloadOptimizer | None, is_cpu: bool | None
 ) -> Tier | None:
     if section is not None and section.device is not None:
-        return TIERS[section.device]
+        return next(t for t in Tier if t.row.device == section.device)
     return Tier.HOST if is_cpu else None

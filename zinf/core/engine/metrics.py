@@ -8,19 +8,12 @@ import numpy as np
 
 from zinf.core.engine.scalars import Scalars
 from zinf.core.memory import Stores
-from zinf.core.plan import Link, show_bytes, show_seconds
-from zinf.core.program import Tier
+from zinf.core.plan import show_bytes, show_seconds
+from zinf.core.program import MOVING, Tier
 from zinf.core.step.batch import count_tokens, has_tokens
 from zinf.core.step.run.outcome import Outcome
 from zinf.core.step.run.runner import AbstractRunner
 from zinf.core.text.tables import html_table
-
-TRAFFIC = {
-    "nvme_read_bytes": Link.NVME_READ,
-    "nvme_write_bytes": Link.NVME_WRITE,
-    "h2d_bytes": Link.H2D,
-    "d2h_bytes": Link.D2H,
-}
 
 
 class StepMetrics(dict[str, Any]):
@@ -86,7 +79,7 @@ def step_metrics(
         "plan_seconds": plan_seconds,
         "tokens_per_second": num_tokens / seconds,
         **{f"{tier}_bytes": stores.peak_bytes(tier) for tier in Tier},
-        **{name: outcome.moved_bytes.get(link, 0) for name, link in TRAFFIC.items()},
+        **{link.metric: outcome.moved_bytes.get(link, 0) for link in MOVING},
         "skipped": outcome.skips,
     }
     if not has_tokens(runner.spec):

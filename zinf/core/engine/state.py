@@ -10,7 +10,7 @@ from zinf.core.memory import Residents, Stores
 from zinf.core.plan import Plan
 from zinf.core.problem.problem import Problem
 from zinf.core.problem.state_rules import combined
-from zinf.core.program import ArrayId, Role, Rows, Tier
+from zinf.core.program import ArrayId, Role, Rows
 from zinf.core.sharding import Layouts
 from zinf.core.step.run.outcome import Outcome
 from zinf.core.step.run.run import StepRecord
@@ -29,18 +29,18 @@ def make_residents(
     """
     homes = {a: tier for a, tier in plan.homes.items() if a.role != Role.CONST}
     residents = Residents(stores, layouts, homes)
-    if stores.nvme is not None:
-        stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
-        by_row = {a.whole for a in homes if a.rows}
-        # No chunk crosses the end of a block of its array. Those of a compute copy have
-        # more rows than the blocks of its master, so updates may share such a chunk.
-        limit = block_bytes(setup.separated)
-        shares = {a: entry.share for a, entry in layouts.arrays.items()}
-        chunks = {
-            a: 1 if a in by_row else block_rows(share.shape, share.nbytes, limit)
-            for a, share in shares.items()
-        }
-        residents.create(chunks)
+    for tier in stores.tiers:
+        stores[tier].check_space(plan.peak_bytes[tier])
+    by_row = {a.whole for a in homes if a.rows}
+    # No chunk crosses the end of a block of its array. Those of a compute copy have
+    # more rows than the blocks of its master, so updates may share such a chunk.
+    limit = block_bytes(setup.separated)
+    shares = {a: entry.share for a, entry in layouts.arrays.items()}
+    chunks = {
+        a: 1 if a in by_row else block_rows(share.shape, share.nbytes, limit)
+        for a, share in shares.items()
+    }
+    residents.create(chunks)
     return residents
 
 

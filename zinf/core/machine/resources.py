@@ -4,6 +4,7 @@ import platform
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -67,21 +68,26 @@ class Resources:
 
     def _own_capacity(self) -> dict[Tier, int]:
         config = self.config
-        device, host, nvme = config.device_bytes, config.host_bytes, config.nvme_bytes
-        paths = config.nvme_paths
+        asked = {tier: attrgetter(tier.row.budget)(config) for tier in Tier}
+        device, host = asked[Tier.DEVICE], asked[Tier.HOST]
         if self.topology is not None:
             chip, count = self.topology.chip, self.topology.devices_per_host
             device = device or int(chip.memory_bytes * DEVICE_FRACTION)
             host = host or int(count * chip.host_memory_bytes * HOST_FRACTION)
-            nvme = nvme or sys.maxsize
+            asked[Tier.NVME] = asked[Tier.NVME] or sys.maxsize
         count = self._processes_here
         devices = local_devices(self.mesh)
         device, host = memory_budgets(
             devices, device=device, host=host, num_processes=count
         )
-        if nvme is None:
-            nvme = nvme_capacity_bytes(paths) // count if paths else 0
-        return {Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme if paths else 0}
+        paths = config.nvme_paths
+        if not paths:
+            asked[Tier.NVME] = 0
+        elif asked[Tier.NVME] is None:
+            asked[Tier.NVME] = nvme_capacity_bytes(paths) // count
+        # A tier in files that the config does not name does not exist.
+        given = {tier: nbytes or 0 for tier, nbytes in asked.items()}
+        return given | {Tier.DEVICE: device, Tier.HOST: host}
 
     @cached_property
     def _processes_here(self) -> int:

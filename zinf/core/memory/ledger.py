@@ -4,7 +4,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from threading import Lock
 
-from zinf.core.program import BUDGETS, Tier
+from zinf.core.program import Tier
 
 
 class BudgetExceeded(RuntimeError):
@@ -23,7 +23,7 @@ class BudgetExceeded(RuntimeError):
             f"{what} needs {asked_bytes:,} bytes on tier {tier}, which holds "
             f"{used_bytes:,} of its {capacity_bytes:,} bytes: "
             f"{used_bytes + asked_bytes - capacity_bytes:,} too many. "
-            f"Raise {BUDGETS[tier]}, or place fewer arrays there."
+            f"Raise {tier.row.budget}, or place fewer arrays there."
         )
         self.tier = tier
         self.asked_bytes = asked_bytes

@@ -47,13 +47,13 @@ class Residents:
             pieces.sort(key=lambda piece: piece.rows or (0, 0))
 
     def create(self, rows_per_chunk: Mapping[ArrayId, int | None]) -> None:
-        """Creates the arrays of the nvme tier, which reserves their bytes and files."""
+        """Creates the arrays of tiers with files, which reserves their bytes."""
         for whole, pieces in self._pieces.items():
-            if any(self.homes[piece] == Tier.NVME for piece in pieces):
-                cut = self.layouts.of(whole).cut_dims
-                rows = rows_per_chunk.get(whole)
-                share = self.layouts.share(whole)
-                self.stores.drives.create(whole, share, rows, cut_dims=cut)
+            cut = self.layouts.of(whole).cut_dims
+            rows = rows_per_chunk.get(whole)
+            share = self.layouts.share(whole)
+            for tier in dict.fromkeys(self.homes[piece] for piece in pieces):
+                self.stores[tier].create(whole, share, rows, cut_dims=cut)
 
     def read(self, array: ArrayId) -> np.ndarray:
         """`array` (whole, or any rows) on the host; the caller must not change it."""
@@ -127,13 +127,13 @@ class Residents:
     def write_new(self, array: ArrayId, content: np.ndarray) -> None:
         """Like `write`, but accepts rows of an array that does not exist yet.
 
-        Rows on nvme go straight to their file. In memory the whole array is made first;
-        its other rows are undefined until they are written.
+        Rows on a tier with files go straight to their file. In memory the whole array
+        is made first; its other rows are undefined until they are written.
         """
         whole = array.whole
         if array.rows is not None and self._pieces[whole] == [whole]:
             home = self.homes[whole]
-            if home != Tier.NVME and not self.stores[home].contains(whole):
+            if not self.stores[home].contains(whole):
                 shape = self.layouts.of(whole).share_shape
                 self._write_share(whole, whole, np.empty(shape, content.dtype))
         self.write(array, content)

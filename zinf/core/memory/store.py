@@ -2,7 +2,7 @@
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from zinf.core.memory.hold import Holds
 from zinf.core.memory.ledger import Ledger
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, ArraySpec, Tier
 
 
 class AbstractStore(ABC):
@@ -37,6 +37,37 @@ class AbstractStore(ABC):
     tier: Tier
     ledger: Ledger
     holds: Holds
+
+    def check_space(self, needed_bytes: int) -> None:  # noqa: B027
+        """Raise StorageError unless `needed_bytes` more can be written.
+
+        Call this before the first array is written: a full drive is found in a second,
+        not after an hour. Memory needs no check besides its budget.
+        """
+
+    def create(  # noqa: B027
+        self,
+        array: ArrayId,
+        spec: ArraySpec,
+        rows_per_chunk: int | None = None,
+        *,
+        cut_dims: Collection[int] = (),
+    ) -> None:
+        """Make the files of `array` before it is written, if the tier has files.
+
+        Args:
+            rows_per_chunk: how many rows of the leading dim will be read or written
+                together. Rows that start and stop at multiples of it have files of
+                their own. Other rows work too: files that they share with their
+                neighbours are read and rewritten.
+            cut_dims: dims along which `array` is one of several equal shares, whose
+                chunks are to lie on one grid.
+
+        Raises:
+            BudgetExceeded: `array` does not fit in the tier.
+            ValueError: `array` was created before.
+            StorageError: the drives are full, or the files cannot be made.
+        """
 
     @abstractmethod
     def read(self, array: ArrayId) -> Future[Any]:

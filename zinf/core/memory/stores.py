@@ -1,8 +1,9 @@
 """The stores of one process, by tier."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 
@@ -20,64 +21,63 @@ from zinf.core.program import Tier
 class Stores:
     """One store a tier: `stores[Tier.HOST]` is `stores.host`.
 
-    `nvme` is None if no folder was named. `heap` watches the memory that this process
-    takes for the tiers that are in its memory. `stacks` is `host` if arrays rest in
-    stacks for an offloaded step, or else None.
+    Attributes:
+        by_tier: the stores of the tiers that exist.
+        heap: watches the memory that this process takes for the tiers in its memory.
+        stacks: `host` if arrays rest in stacks for an offloaded step, or else None.
     """
 
     device: DeviceStore
     host: HostStore
-    nvme: NvmeStore | None
+    by_tier: Mapping[Tier, AbstractStore]
     heap: Heap
     stacks: PinnedStore | None
 
     def __getitem__(self, tier: Tier) -> AbstractStore:
-        if tier == Tier.NVME:
-            return self.drives
-        return {Tier.DEVICE: self.device, Tier.HOST: self.host}[tier]
+        """The store of a tier; KeyError if the tier does not exist."""
+        if tier not in self.by_tier:
+            raise KeyError(
+                f"There is no {tier} tier: no folder was named. Set memory.{tier}."
+            )
+        return self.by_tier[tier]
+
+    @property
+    def nvme(self) -> NvmeStore | None:
+        """The store of the NVMe tier; None if no folder was named."""
+        return self.drives if Tier.NVME in self.by_tier else None
 
     @property
     def drives(self) -> NvmeStore:
-        """The store of the NVMe tier.
-
-        Raises:
-            KeyError: there is none.
-        """
-        if self.nvme is None:
-            raise KeyError(
-                "There is no NVMe tier: no folder was named. Set memory.nvme."
-            )
-        return self.nvme
+        """The store of the NVMe tier; KeyError if no folder was named."""
+        store = self[Tier.NVME]
+        assert isinstance(store, NvmeStore)
+        return store
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        return tuple(t for t in Tier if t != Tier.NVME or self.nvme is not None)
+        return tuple(self.by_tier)
 
     def peak_bytes(self, tier: Tier) -> int:
         """The most bytes that a tier has held since its peak was last reset."""
-        return self[tier].ledger.peak_bytes if tier in self.tiers else 0
+        return self[tier].ledger.peak_bytes if tier in self.by_tier else 0
 
     def reset_peaks(self) -> None:
         """Begin new peaks; call this before a step, while nothing is in flight."""
-        for tier in self.tiers:
-            self[tier].ledger.reset_peak()
+        for store in self.by_tier.values():
+            store.ledger.reset_peak()
         self.heap.settle()
 
     def close(self) -> None:
-        """Close the stores; what is on the NVMe tier stays in its files."""
-        if self.nvme is not None:
-            self.nvme.close()
-        self.host.close()
-        self.device.close()
+        """Close the stores, slowest first; what is in files stays there."""
+        for store in reversed(list(self.by_tier.values())):
+            store.close()
         self.heap.close()
 
 
 def open_stores(
     device: jax.Device | Sequence[jax.Device],
     *,
-    device_bytes: int | None = None,
-    host_bytes: int | None = None,
-    nvme_bytes: int | None = None,
+    capacity_bytes: Mapping[Tier, int | None] = MappingProxyType({}),
     nvme_paths: Sequence[Path] = (),
     stall_seconds: float = STALL_SECONDS,
     checksums: Coverage = "sampled",
@@ -88,7 +88,8 @@ def open_stores(
 
     Args:
         device: one device, or all devices of all processes that arrays lie on.
-        device_bytes: budget of each device. None means no limit, on every tier.
+        capacity_bytes: budgets; that of the device tier is of each device. A tier
+            without one has no limit.
         nvme_paths: folders for arrays, empty, new, or left by an earlier run.
         stall_seconds, checksums: see `NvmeStore`.
         stacks: what rests in pinned host memory (`PinnedStore`).
@@ -98,21 +99,22 @@ def open_stores(
     Raises:
         StorageError: a folder is in use, foreign or cannot be written.
     """
-    on_device = DeviceStore(device, device_bytes)
-    in_stacks = PinnedStore(stacks, host_bytes) if stacks else None
-    on_host = in_stacks or HostStore(host_bytes, pages)
+    budget = capacity_bytes.get
+    on_device = DeviceStore(device, budget(Tier.DEVICE))
+    in_stacks = PinnedStore(stacks, budget(Tier.HOST)) if stacks else None
+    on_host = in_stacks or HostStore(budget(Tier.HOST), pages)
     # The device ledger counts one device: the heap counts it once for each CPU device.
     in_memory = [d for d in on_device.local if d.platform == "cpu"]
     ledgers = [on_device.ledger] * len(in_memory)
     # Memory taken at once is part of what the process has when the heap is made.
     if not on_host.pages.is_taken_at_once:
         ledgers.insert(0, on_host.ledger)
-    on_nvme = None
+    by_tier: dict[Tier, AbstractStore] = {Tier.DEVICE: on_device, Tier.HOST: on_host}
     if nvme_paths:
         try:
-            on_nvme = NvmeStore(
+            by_tier[Tier.NVME] = NvmeStore(
                 nvme_paths,
-                nvme_bytes,
+                budget(Tier.NVME),
                 stall_seconds=stall_seconds,
                 checksums=checksums,
                 empty=on_host.pages.empty,
@@ -120,4 +122,4 @@ def open_stores(
         except BaseException:
             on_host.close()
             raise
-    return Stores(on_device, on_host, on_nvme, Heap(ledgers), in_stacks)
+    return Stores(on_device, on_host, by_tier, Heap(ledgers), in_stacks)

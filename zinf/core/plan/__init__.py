@@ -36,7 +36,6 @@ from zinf.core.plan.instruction import Free as Free
 from zinf.core.plan.instruction import FusedStep as FusedStep
 from zinf.core.plan.instruction import Group as Group
 from zinf.core.plan.instruction import Instruction as Instruction
-from zinf.core.plan.instruction import Link as Link
 from zinf.core.plan.instruction import OffloadedStep as OffloadedStep
 from zinf.core.plan.instruction import Pass as Pass
 from zinf.core.plan.instruction import Run as Run
@@ -56,3 +55,4 @@ from zinf.core.plan.shared import Shared as Shared
 from zinf.core.plan.show import show_bytes as show_bytes
 from zinf.core.plan.show import show_seconds as show_seconds
 from zinf.core.plan.updates import tier_in_turn as tier_in_turn
+from zinf.core.program import Link as Link

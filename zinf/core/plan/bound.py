@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from zinf.core.plan.cost import Rates, duration
-from zinf.core.plan.instruction import Instruction, Link
+from zinf.core.plan.instruction import Instruction
+from zinf.core.program import Link
 
 
 def bound_seconds(instructions: Sequence[Instruction], rates: Rates) -> float:

@@ -6,7 +6,7 @@ from zinf.core.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.core.plan.check import check
 from zinf.core.plan.cost import Rates
 from zinf.core.plan.infeasible import InfeasibleError, Shortage
-from zinf.core.plan.instruction import FusedStep, Instruction, Link, OffloadedStep
+from zinf.core.plan.instruction import FusedStep, Instruction, OffloadedStep
 from zinf.core.plan.passage import (
     checked,
     forward_passage,
@@ -15,7 +15,7 @@ from zinf.core.plan.passage import (
     streamed,
 )
 from zinf.core.plan.plan import Plan
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Link, Tier, open_tiers
 
 
 def build(
@@ -49,7 +49,7 @@ def build_forward(
         InfeasibleError: the pass does not fit, even with activations on the slowest
             tier.
     """
-    tiers = [Tier.DEVICE, Tier.HOST] + [Tier.NVME] * bool(capacity_bytes[Tier.NVME])
+    tiers = open_tiers(capacity_bytes)
     for tier in tiers:
         options = StepOptions(num_microbatches, False, tier, Tier.HOST)
         try:

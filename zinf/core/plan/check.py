@@ -8,17 +8,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from zinf.core.plan.instruction import (
-    Copy,
-    Decide,
-    Free,
-    Instruction,
-    Link,
-    Transfer,
-    Update,
-)
+from zinf.core.plan.instruction import Copy, Decide, Free, Instruction, Transfer, Update
 from zinf.core.plan.plan import Plan
-from zinf.core.program import ArrayId, Rows, Tier, covers, overlaps
+from zinf.core.program import ArrayId, Link, Rows, Tier, covers, overlaps
 
 
 class PlanError(AssertionError):

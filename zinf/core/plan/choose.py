@@ -13,7 +13,7 @@ from typing import Any
 from zinf.core.plan.catalog import Catalog, Keeping, StepOptions, UpdateUnit
 from zinf.core.plan.cost import Rates
 from zinf.core.plan.infeasible import InfeasibleError
-from zinf.core.plan.instruction import Copy, Link
+from zinf.core.plan.instruction import Copy
 from zinf.core.plan.passage import (
     Passage,
     checked,
@@ -25,7 +25,7 @@ from zinf.core.plan.passage import (
 )
 from zinf.core.plan.pending import not_read_first, pending_copies
 from zinf.core.plan.plan import Plan
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Link, Tier
 
 # Take another arrangement only if its predicted time is below this part of the best so
 # far: a smaller gain may be an error of the prediction.

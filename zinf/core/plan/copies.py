@@ -14,11 +14,14 @@ from itertools import count
 from zinf.core.plan.catalog import Catalog
 from zinf.core.plan.instruction import Copy
 from zinf.core.plan.job import Job
-from zinf.core.program import ArrayId, Rows, Tier, overlaps
+from zinf.core.program import ArrayId, Rows, Tier, overlaps, route
 
 NEVER = 1 << 60
 TIERS = tuple(Tier)
-SLOWER = {tier: TIERS[i + 1 :] for i, tier in enumerate(TIERS)}
+FAR = Tier.HOST.slower
+# Where a copy is looked for if a tier needs it, and of those the slower ones.
+SLOWER = {tier: tier.slower for tier in Tier}
+SOURCES = {t: (*t.slower, *reversed(TIERS[: t.order])) for t in Tier}
 
 
 class Copies:
@@ -151,24 +154,20 @@ class Copies:
         position = bisect_right(uses, after)
         return uses[position] if position < len(uses) else NEVER
 
-    def route(self, copy: Copy) -> list[Tier]:
+    def route(self, copy: Copy) -> tuple[Tier, ...]:
         """The tiers on the way from the nearest existing copy, both ends included.
 
         A slower tier is preferred as the source, with one exception: the host copies
-        from the device rather than from nvme.
+        from the device rather than from a slower tier.
         """
         array, tier = copy
-        tiers = TIERS
         on_device = self.key((array, Tier.DEVICE))
         is_copy = tier == Tier.HOST and on_device in self.temporary
         if is_copy and self._is_source(on_device):
-            return [Tier.DEVICE, Tier.HOST]
-        here = tiers.index(tier)
-        for source in [*tiers[here + 1 :], *reversed(tiers[:here])]:
+            return route(Tier.DEVICE, Tier.HOST)
+        for source in SOURCES[tier]:
             if self.exists((array, source)):
-                there = tiers.index(source)
-                step = -1 if there > here else 1
-                return [tiers[i] for i in range(there, here + step, step)]
+                return route(source, tier)
         raise AssertionError(f"{array} is needed on {tier} but exists nowhere")
 
     def on_route(self, array: ArrayId, route: Iterable[Tier]) -> set[Copy]:
@@ -296,13 +295,13 @@ class Copies:
     def _is_source(self, copy: Copy) -> bool:
         """Whether other tiers would fetch the array from this copy.
 
-        The host copies from the device if the only other source is nvme.
+        The host copies from the device if the only other source is slower than it.
         """
         array, tier = copy
         if tier != Tier.DEVICE:
             return True
-        is_on_drive = self._home_tiers[array] == Tier.NVME
-        return is_on_drive and self.key((array, Tier.HOST)) not in self.temporary
+        is_far = self._home_tiers[array] in FAR
+        return is_far and self.key((array, Tier.HOST)) not in self.temporary
 
     def _is_on_slower(self, copy: Copy) -> bool:
         array, tier = copy

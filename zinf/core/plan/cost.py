@@ -5,13 +5,21 @@ as soon as the instructions that it waits for are done. The times are only as go
 the rates.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter
 
-from zinf.core.plan.instruction import Instruction, Link, OffloadedStep, Update
-from zinf.core.program import Tier
+from zinf.core.plan.instruction import Instruction, OffloadedStep, Update
+from zinf.core.program import HOPS, Hop, Link, Tier
 
 GB = 1e9
+
+
+def _link_rates(of: Callable[[Hop], tuple[float, float]]) -> dict[Link, float]:
+    """Bytes per second of every transfer link, from the table of tiers."""
+    pairs = (zip(hop.links, of(hop), strict=True) for hop in HOPS.values())
+    return dict(chain.from_iterable(pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +36,7 @@ class Rates:
     """
 
     link_bytes_per_second: dict[Link, float] = field(
-        default_factory=lambda: {
-            Link.NVME_READ: 3 * GB,
-            Link.NVME_WRITE: 3 * GB,
-            Link.H2D: 6 * GB,
-            Link.D2H: 6 * GB,
-        }
+        default_factory=lambda: _link_rates(attrgetter("rates"))
     )
     flops_per_second: float = 60 * GB
     update_bytes_per_second: dict[Tier, float] = field(
@@ -61,12 +64,7 @@ def accelerator_rates() -> Rates:
     These rates are for planning; measure your machine for predictions.
     """
     return Rates(
-        link_bytes_per_second={
-            Link.NVME_READ: 5 * GB,
-            Link.NVME_WRITE: 4 * GB,
-            Link.H2D: 25 * GB,
-            Link.D2H: 25 * GB,
-        },
+        link_bytes_per_second=_link_rates(attrgetter("accelerator_rates")),
         flops_per_second=4e14,
         update_bytes_per_second={Tier.HOST: 30 * GB, Tier.DEVICE: 800 * GB},
         overhead_seconds=5e-5,

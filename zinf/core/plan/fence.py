@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from zinf.core.plan.cost import Clock, Rates
-from zinf.core.plan.instruction import Free, Instruction, Link
-from zinf.core.program import Tier
+from zinf.core.plan.instruction import Free, Instruction
+from zinf.core.program import Link, Tier
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zinf.core.program import BUDGETS, Tier
+from zinf.core.program import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class InfeasibleError(ValueError):
             for tier, short in self.shortages.items()
         ]
         budgets = " and ".join(
-            f"{BUDGETS[tier]} to {'at least ' * is_least}{short.needed_bytes:,}"
+            f"{tier.row.budget} to {'at least ' * is_least}{short.needed_bytes:,}"
             for tier, short in self.shortages.items()
         )
         self.missing_bytes = tuple(

@@ -7,44 +7,7 @@ where they rest between steps; every other copy is made and freed within the ste
 from dataclasses import dataclass
 from enum import StrEnum
 
-from zinf.core.program import ArrayId, Tier
-
-
-class Link(StrEnum):
-    """A physical path or a processor; instructions on one link run in plan order."""
-
-    NVME_READ = "nvme read"
-    NVME_WRITE = "nvme write"
-    H2D = "h2d"
-    D2H = "d2h"
-    HOST = "host"
-    DEVICE = "device"
-    # Frees have one queue for each link that they wait for, so that frees after a slow
-    # link do not delay the others.
-    FREE_AT_ONCE = "free"
-    FREE_AFTER_NVME_READ = "free after nvme read"
-    FREE_AFTER_NVME_WRITE = "free after nvme write"
-    FREE_AFTER_H2D = "free after h2d"
-    FREE_AFTER_D2H = "free after d2h"
-    FREE_AFTER_HOST = "free after host"
-    FREE_AFTER_DEVICE = "free after device"
-
-    @property
-    def only_frees(self) -> bool:
-        return self.value.startswith("free")
-
-    @property
-    def frees_after(self) -> "Link":
-        """The link of frees that wait for this link."""
-        return Link(f"free after {self}")
-
-
-TRANSFER_LINKS = {
-    (Tier.NVME, Tier.HOST): Link.NVME_READ,
-    (Tier.HOST, Tier.DEVICE): Link.H2D,
-    (Tier.DEVICE, Tier.HOST): Link.D2H,
-    (Tier.HOST, Tier.NVME): Link.NVME_WRITE,
-}
+from zinf.core.program import ArrayId, Link, Tier
 
 
 class Pass(StrEnum):
@@ -76,9 +39,7 @@ class Transfer:
     target: Tier
 
     def __str__(self) -> str:
-        verb = (
-            "fetch" if TIER_ORDER[self.target] < TIER_ORDER[self.source] else "offload"
-        )
+        verb = "fetch" if self.target.order < self.source.order else "offload"
         return f"{verb} {summary(self.arrays)}"
 
 
@@ -289,9 +250,6 @@ class Instruction:
     nbytes: int = 0
     flops: int = 0
     exchange: Exchange = NO_EXCHANGE
-
-
-TIER_ORDER = {tier: i for i, tier in enumerate(Tier)}
 
 
 def summary(arrays: tuple[ArrayId, ...]) -> str:

@@ -2,18 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from zinf.core.plan.instruction import (
-    NO_EXCHANGE,
-    TRANSFER_LINKS,
-    Copy,
-    Exchange,
-    Link,
-    Operation,
-    Transfer,
-)
-from zinf.core.program import ArrayId, Tier
+from zinf.core.plan.instruction import NO_EXCHANGE, Copy, Exchange, Operation, Transfer
+from zinf.core.program import TRANSFER_LINKS, ArrayId, Link, Tier, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +47,7 @@ class JobList(list[Job]):
         Args:
             workspace_bytes: workspace of each hop on its source tier.
         """
-        hops = {
-            (Tier.DEVICE, Tier.NVME): (Tier.DEVICE, Tier.HOST, Tier.NVME),
-            (Tier.NVME, Tier.DEVICE): (Tier.NVME, Tier.HOST, Tier.DEVICE),
-        }.get((source, target), (source, target))
-        for start, stop in zip(hops, hops[1:], strict=False):
+        for start, stop in pairwise(route(source, target)):
             self.add(
                 Transfer(tuple(arrays), start, stop),
                 TRANSFER_LINKS[start, stop],

@@ -17,14 +17,13 @@ from zinf.core.plan.instruction import (
     Exchange,
     Free,
     Instruction,
-    Link,
     Operation,
     Transfer,
     Update,
 )
 from zinf.core.plan.job import Job
 from zinf.core.plan.uses import Uses
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Link, Tier
 
 
 class Listing:

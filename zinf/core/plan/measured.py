@@ -5,8 +5,8 @@ from statistics import median
 from typing import TypeVar
 
 from zinf.core.plan.cost import Rates, Timeline
-from zinf.core.plan.instruction import Instruction, Link, Update
-from zinf.core.program import Tier
+from zinf.core.plan.instruction import Instruction, Update
+from zinf.core.program import Link, Tier
 
 Key = TypeVar("Key")
 Pick = Callable[[list[float]], float]

@@ -46,7 +46,7 @@ def place(
 
     Args:
         room_bytes: bytes of each tier for arrays at rest.
-        persistence_bytes: smaller arrays never go to nvme: an operation on a drive
+        persistence_bytes: smaller arrays never go to files: an operation on a drive
             costs as much as reading some tens of kilobytes.
 
     Arrays with equal `moves` are placed in the given order, so the first layers of a
@@ -74,18 +74,19 @@ def may_rest(residents: Iterable[Resident], capacity_bytes: Mapping[Tier, int]) 
         r.nbytes / r.bytes_on(Tier.DEVICE) for r in residents if r.bytes_on(Tier.DEVICE)
     )
     on_device = capacity_bytes[Tier.DEVICE] * max(ratios, default=1.0)
-    elsewhere = capacity_bytes[Tier.HOST] + capacity_bytes[Tier.NVME]
+    elsewhere = sum(capacity_bytes[tier] for tier in Tier.DEVICE.slower)
     return sum(r.nbytes for r in residents) <= on_device + elsewhere
 
 
 def _choose(
     resident: Resident, left: Mapping[Tier, int], persistence_bytes: int
 ) -> Tier:
-    # An array without elements never goes to nvme, even if persistence_bytes is 0.
+    # An array without elements never goes to files, even if persistence_bytes is 0.
     is_small = resident.nbytes < max(1, persistence_bytes)
     if resident.tier is not None:
-        return Tier.HOST if is_small and resident.tier == Tier.NVME else resident.tier
-    tiers = [t for t in Tier if t != Tier.NVME or not is_small]
+        is_kept = is_small and not resident.tier.row.is_memory
+        return Tier.HOST if is_kept else resident.tier
+    tiers = [t for t in Tier if t.row.is_memory or not is_small]
     for tier in tiers:
         if resident.bytes_on(tier) <= left[tier]:
             return tier

@@ -23,7 +23,7 @@ from zinf.core.plan.choose import (
 )
 from zinf.core.plan.infeasible import InfeasibleError
 from zinf.core.plan.place import Resident, may_rest, place
-from zinf.core.program import Tier
+from zinf.core.program import Tier, open_tiers
 
 # Building a longer plan takes seconds, and a second placement takes several plans.
 MAX_INSTRUCTIONS = 4096
@@ -81,8 +81,8 @@ def build_placed(
     except InfeasibleError as error:
         error.may_rest = fits_at_rest
         raise
-    on_host = {} if capacity_bytes[Tier.NVME] else {Tier.HOST: 0}
-    slowest = homes({**capacity_bytes, **on_host})
+    # Arrays that find no room go to the slowest of all tiers; this is of those open.
+    slowest = homes({**capacity_bytes, open_tiers(capacity_bytes)[-1]: 0})
     free = [resident for resident in residents if resident.tier is None]
     return _fastest(search, plain, slowest, free)
 
@@ -126,9 +126,10 @@ def _with_room(
     """
     best = arranged
     rest = sorted(residents, key=lambda r: (r.segment, -r.moves))
-    for tier in (Tier.DEVICE, Tier.HOST):
+    for tier in tuple(Tier)[:-1]:
         homes = best.catalog.homes
-        rest = [r for r in rest if homes[r.array] == Tier.NVME or tier == Tier.DEVICE]
+        if tier != Tier.DEVICE:
+            rest = [r for r in rest if homes[r.array] in tier.slower]
         size = [0, *accumulate(r.bytes_on(tier) for r in rest)]
         capacity = search.capacity_bytes[tier]
         fits, too_many = 0, bisect_right(size, capacity)

@@ -10,7 +10,6 @@ from zinf.core.plan.instruction import (
     FusedStep,
     Group,
     Instruction,
-    Link,
     OffloadedStep,
     Pass,
     Run,
@@ -18,7 +17,7 @@ from zinf.core.plan.instruction import (
 )
 from zinf.core.plan.shared import Shared, shared_arrays
 from zinf.core.plan.show import Summary, show_bytes, show_instructions, summarize
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Link, Tier
 
 # A notebook file stores what it shows, and a large model has thousands of instructions.
 SHOWN_INSTRUCTIONS = 200

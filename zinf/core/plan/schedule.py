@@ -25,7 +25,6 @@ from zinf.core.plan.instruction import (
     Accumulate,
     Copy,
     Decide,
-    Link,
     Pass,
     RowSumIds,
     Run,
@@ -33,7 +32,7 @@ from zinf.core.plan.instruction import (
 )
 from zinf.core.plan.job import Job, JobList
 from zinf.core.plan.updates import Updates
-from zinf.core.program import FLOAT32_BYTES, ArrayId, Role, SegmentSpec, Tier
+from zinf.core.program import FLOAT32_BYTES, ArrayId, Link, Role, SegmentSpec, Tier
 
 # Workspace of adding rows to a gradient, in bytes of the rows in float32: rows are
 # first summed by row number, and the sums are cast. XLA:CPU sums bfloat16 in float32.
@@ -172,7 +171,7 @@ class _Schedule:
 
     def bring_home(self, caches: Sequence[ArrayId]) -> None:
         """Moves caches that a run overwrote on the device to where they rest."""
-        for tier in (Tier.HOST, Tier.NVME):
+        for tier in Tier.DEVICE.slower:
             there = [a for a in caches if self.catalog.home_tier(a) == tier]
             if there:
                 self.jobs.transfer(there, Tier.DEVICE, tier)
@@ -317,9 +316,10 @@ class _Schedule:
         tiers = self.updates.gradient_tiers
         moved = [a for a in done if tiers.get(a, Tier.DEVICE) != Tier.DEVICE]
         self.jobs.transfer([*norms, *moved], Tier.DEVICE, Tier.HOST)
-        further = [a for a in moved if tiers[a] == Tier.NVME]
-        if further:
-            self.jobs.transfer(further, Tier.HOST, Tier.NVME)
+        for tier in Tier.HOST.slower:
+            further = [a for a in moved if tiers[a] == tier]
+            if further:
+                self.jobs.transfer(further, Tier.HOST, tier)
 
     def is_complete(self, gradient: ArrayId) -> bool:
         counted = (gradient.path, gradient.rows)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from html import escape
 
 from zinf.core.plan.cost import Timeline
-from zinf.core.plan.instruction import Instruction, Link, OffloadedStep
-from zinf.core.program import Program, Tier
+from zinf.core.plan.instruction import Instruction, OffloadedStep
+from zinf.core.program import Link, Program, Tier
 from zinf.core.text.tables import aligned, html_table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -13,16 +13,17 @@ in use.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from zinf.core.plan.catalog import Catalog
-from zinf.core.plan.copies import NEVER, TIERS, Copies
+from zinf.core.plan.copies import NEVER, Copies
 from zinf.core.plan.fence import add_fences
 from zinf.core.plan.infeasible import InfeasibleError, Shortage
-from zinf.core.plan.instruction import TRANSFER_LINKS, Copy, Transfer
+from zinf.core.plan.instruction import Copy, Transfer
 from zinf.core.plan.listing import Listing
 from zinf.core.plan.plan import Plan
 from zinf.core.plan.schedule import Job
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import TRANSFER_LINKS, ArrayId, Tier
 
 # Prefetch for this many of the next jobs that miss copies, at most MAX_DISTANCE ahead.
 # ZeRO-Infinity (arXiv:2104.07857, section 6.2) reads three modules ahead.
@@ -122,11 +123,11 @@ class _Streamer:
         hops: dict[tuple[Tier, Tier], list[ArrayId]] = defaultdict(list)
         for copy in missing:
             route = self.copies.route(copy)
-            for hop in zip(route, route[1:], strict=False):
+            for hop in pairwise(route):
                 hops[hop].append(copy[0])
             protected = protected | self.copies.on_route(copy[0], route)
         for (source, target), arrays in sorted(
-            hops.items(), key=lambda item: item[0][0] != Tier.NVME
+            hops.items(), key=lambda item: -max(item[0][0].order, Tier.HOST.order)
         ):
             nbytes = sum(self.catalog.nbytes(array, target) for array in arrays)
             spare_until = needed_by if needed_by > self.copies.now else NEVER
@@ -275,6 +276,6 @@ class _Streamer:
             return
         temporary = self.copies.temporary
         for array, tier in job.writes:
-            for other in TIERS:
+            for other in Tier:
                 if other != tier and (array, other) in temporary:
                     self.free([array], other)

@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from zinf.core.plan.catalog import Catalog, StepOptions, UpdateUnit
-from zinf.core.plan.instruction import Link, Update
+from zinf.core.plan.instruction import Update
 from zinf.core.plan.job import JobList
 from zinf.core.plan.pending import first_reader, pending_copies, rest_tier
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Link, Tier
 
 
 class Updates:

@@ -98,7 +98,8 @@ def earlier_plan(
     if folder is None:
         return EarlierPlan()
     capacity = dict(step.capacity_bytes)
-    ample = capacity[Tier.NVME] >= AMPLE * _most_bytes(step)
+    most = AMPLE * _most_bytes(step)
+    ample = {t: "ample" for t in Tier if not t.row.is_memory and capacity[t] >= most}
     fields = {f: getattr(step.catalog, f) for f in Catalog.__dataclass_fields__}
     choices = {f: getattr(step.choices, f) for f in Choices.__dataclass_fields__}
     choices["keepings"] = len(step.choices.keepings)
@@ -115,7 +116,7 @@ def earlier_plan(
                 fields,
                 step.catalog.program.values,
                 list(step.residents),
-                capacity | ({Tier.NVME: "ample"} if ample else {}),
+                capacity | ample,
                 step.options,
                 choices,
                 updates.arrays,

@@ -8,7 +8,6 @@ from typing import Any, Self
 from zinf.core.config import Config
 from zinf.core.memory import Stores, open_stores
 from zinf.core.plan import Instruction, Plan, Rates
-from zinf.core.program import Tier
 from zinf.core.sharding import Layouts
 from zinf.core.step.run.runner import AbstractRunner
 from zinf.core.step.setup import Setup
@@ -66,12 +65,9 @@ class AbstractPrepared(ABC):
             NotImplementedError, ValueError: the host memory cannot be as
                 `memory.pinned` asks (`zinf.core.memory.host.pages`).
         """
-        capacity = self.plan.capacity_bytes
         return open_stores(
             list(setup.rule.mesh.devices.flat),
-            device_bytes=capacity[Tier.DEVICE],
-            host_bytes=capacity[Tier.HOST],
-            nvme_bytes=capacity[Tier.NVME],
+            capacity_bytes=self.plan.capacity_bytes,
             **{**self.store_options(setup), **options},
         )
 

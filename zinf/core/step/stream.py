@@ -14,7 +14,7 @@ from zinf.core.plan import (
     count_contributions,
     prove,
 )
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Tier, open_tiers
 from zinf.core.segment import Segmented
 from zinf.core.step.arrays import make_catalog, residents, resting_pieces
 from zinf.core.step.earlier_plan import EarlierPlan, Step, earlier_plan
@@ -131,14 +131,10 @@ def stream_segments(
 def _choices(setup: Setup) -> Choices:
     """The options that the search may choose, where the config leaves them open."""
 
-    def from_tier(fastest: Tier) -> tuple[Tier, ...]:
-        tiers = list(Tier)[list(Tier).index(fastest) :]
-        return tuple(t for t in tiers if t != Tier.NVME or setup.config.nvme_paths)
-
-    asked = setup.config.activation_tier
+    tiers, asked = open_tiers(setup.capacity()), setup.config.activation_tier
     return Choices(
-        from_tier(Tier.DEVICE) if asked is None else (asked,),
-        from_tier(Tier.HOST),
+        tiers if asked is None else (asked,),
+        tiers[Tier.HOST.order :],
         setup.config.persistence_bytes,
         update_tiers=(Tier.DEVICE,),
         turns=(2,),

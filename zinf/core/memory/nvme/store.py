@@ -100,11 +100,6 @@ class NvmeStore(AbstractStore):
             self._opened = opened.pop_all()
 
     def check_space(self, needed_bytes: int) -> None:
-        """Raise StorageError unless `needed_bytes` more can be written to the drives.
-
-        Call this before the first array is written: it finds a full drive in a second,
-        not after an hour.
-        """
         check_space([root.path for root in self._roots], needed_bytes)
 
     def create(
@@ -115,21 +110,6 @@ class NvmeStore(AbstractStore):
         *,
         cut_dims: Collection[int] = (),
     ) -> None:
-        """Make the files of `array` before it is written; count its bytes as held.
-
-        Args:
-            rows_per_chunk: how many rows of the leading dim will be read or written
-                together. Rows that start and stop at multiples of it have files of
-                their own. Other rows work too: files that they share with their
-                neighbours are read and rewritten.
-            cut_dims: dims along which `array` is one of several equal shares, whose
-                chunks are to lie on one grid.
-
-        Raises:
-            BudgetExceeded: `array` does not fit in the tier.
-            ValueError: `array` was created before.
-            StorageError: the drives are full, or the files cannot be made.
-        """
         if array in self._arrays:
             raise ValueError(f"{array} is on tier nvme already. Free it first.")
         layout = layout_of(spec, rows_per_chunk, cut_dims)

@@ -275,7 +275,7 @@ class _Bench:
                     )
                     seconds.append(perf_counter() - began)
                 written = (c for x in some for c in x.writes)
-                free_copies(self.stores, (c for c in written if c[1] != Tier.NVME))
+                free_copies(self.stores, (c for c in written if c[1].row.is_memory))
         finally:
             free_copies(self.stores, (c for x in some for c in (*x.reads, *x.writes)))
         return [median(seconds[1:]) for seconds in found]

@@ -1,7 +1,7 @@
 """Carries out the transfers of a plan."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,8 @@ class Mover:
                 self.across(operation, self.alias_on_device, to_devices)
             case Tier.DEVICE, Tier.HOST:
                 self.across(operation, self.alias_on_host, to_shares)
-            case Tier.NVME, Tier.HOST:
-                self.from_drive(operation.arrays)
             case _:
-                self.to_drive(operation.arrays)
+                self.on_host(operation)
 
     def across(
         self,
@@ -73,25 +71,20 @@ class Mover:
             return None
         return host_alias(self.stores.device.read(array).result())
 
-    # Drives are fastest with several requests in flight.
+    def on_host(self, operation: Transfer) -> None:
+        """Move between the host and a slower tier, whose stores take host arrays.
 
-    def from_drive(self, arrays: Sequence[ArrayId]) -> None:
-        reads = [(a, self.stores[Tier.NVME].read(a)) for a in arrays]
+        All requests are in flight together: drives are fastest with several.
+        """
+        source, target = (self.stores[t] for t in (operation.source, operation.target))
+        reads = [(a, source.read(a)) for a in operation.arrays]
+        writes: list[Future[None]] = []
         try:
-            for array, future in reads:
-                self.stores.host.write(array, future.result()).result()
+            for array, content in reads:
+                writes.append(target.write(array, content.result()))
         finally:
-            # On failure, no read may be in flight when the step ends.
-            wait([future for _, future in reads])
-
-    def to_drive(self, arrays: Sequence[ArrayId]) -> None:
-        contents = [(a, self.stores.host.read(a).result()) for a in arrays]
-        writes = []
-        try:
-            for array, content in contents:
-                writes.append(self.stores[Tier.NVME].write(array, content))
-        finally:
-            # On failure, wait for the other writers before dropping their output.
-            wait(writes)
+            # On failure, nothing may be in flight when the step ends: what writers
+            # still write must not be dropped.
+            wait([*writes, *(content for _, content in reads)])
         for written in writes:
             written.result()

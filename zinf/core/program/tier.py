@@ -1,0 +1,156 @@
+"""The tiers where bytes rest, and the links between them: one table.
+
+Whoever asks something about a tier reads `TIERS`. A new tier is a member of `Tier`, its
+links, a row here, a store (`core/memory/stores.py`) and its keys in the config.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+GB = 1e9
+
+
+class Tier(StrEnum):
+    """Where bytes rest, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+    @property
+    def row(self) -> "TierRow":
+        """What the table knows of this tier."""
+        return TIERS[self]
+
+    @property
+    def order(self) -> int:
+        """Number of tiers that are faster."""
+        return ALL.index(self)
+
+    @property
+    def slower(self) -> tuple["Tier", ...]:
+        """The slower tiers, fastest first."""
+        return ALL[ALL.index(self) + 1 :]
+
+
+ALL = tuple(Tier)
+
+
+class Link(StrEnum):
+    """A physical path or a processor; instructions on one link run in plan order."""
+
+    NVME_READ = "nvme read"
+    NVME_WRITE = "nvme write"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
+    DEVICE = "device"
+    # Frees have one queue for each link that they wait for, so that frees after a slow
+    # link do not delay the others.
+    FREE_AT_ONCE = "free"
+    FREE_AFTER_NVME_READ = "free after nvme read"
+    FREE_AFTER_NVME_WRITE = "free after nvme write"
+    FREE_AFTER_H2D = "free after h2d"
+    FREE_AFTER_D2H = "free after d2h"
+    FREE_AFTER_HOST = "free after host"
+    FREE_AFTER_DEVICE = "free after device"
+
+    @property
+    def only_frees(self) -> bool:
+        return self.value.startswith("free")
+
+    @property
+    def frees_after(self) -> "Link":
+        """The link of frees that wait for this link."""
+        return Link(f"free after {self}")
+
+    @property
+    def metric(self) -> str:
+        """The name of the bytes that a step moves over it: "nvme_read_bytes"."""
+        return f"{self.value.replace(' ', '_')}_bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The way between a tier and the next faster one.
+
+    Attributes:
+        fetch, offload: its links, toward the faster tier and away from it.
+        rates: bytes per second of the two on a machine whose devices are CPUs, as long
+            as nothing is measured.
+        accelerator_rates: the same on a machine of the class of an H100.
+    """
+
+    fetch: Link
+    offload: Link
+    rates: tuple[float, float]
+    accelerator_rates: tuple[float, float]
+
+    @property
+    def links(self) -> tuple[Link, Link]:
+        return self.fetch, self.offload
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """What the rest of zinf needs to know of a tier.
+
+    Attributes:
+        budget: the config key that sets its bytes.
+        device: its name in DeepSpeed's keys `offload_param.device` and others.
+        hop: the way to the next faster tier; None for the fastest.
+        is_memory: whether its bytes are memory of a device or of this process. Else
+            they are in files: the tier exists only if it has bytes, arrays are created
+            before they are written, and small arrays (`persistence_bytes`) do not go
+            there, because an operation costs as much as reading many bytes.
+    """
+
+    budget: str
+    device: str
+    hop: Hop | None
+    is_memory: bool
+
+
+TIERS = {
+    Tier.DEVICE: TierRow("memory.device", "none", None, True),
+    Tier.HOST: TierRow(
+        "memory.host",
+        "cpu",
+        Hop(Link.H2D, Link.D2H, (6 * GB, 6 * GB), (25 * GB, 25 * GB)),
+        True,
+    ),
+    Tier.NVME: TierRow(
+        "memory.nvme_capacity",
+        "nvme",
+        Hop(Link.NVME_READ, Link.NVME_WRITE, (3 * GB, 3 * GB), (5 * GB, 4 * GB)),
+        False,
+    ),
+}
+# The ways between neighbours, with the slower tier of each; the slowest first.
+HOPS = {tier: row.hop for tier, row in reversed(TIERS.items()) if row.hop is not None}
+# The links of all transfers between neighbours, `(source, target)`.
+TRANSFER_LINKS = {
+    (source, target): link
+    for slower, hop in HOPS.items()
+    for faster in [ALL[slower.order - 1]]
+    for source, target, link in (
+        (slower, faster, hop.fetch),
+        (faster, slower, hop.offload),
+    )
+}
+# Those links, as metrics and reports list them.
+MOVING = tuple(link for hop in HOPS.values() for link in hop.links)
+
+
+def route(source: Tier, target: Tier) -> tuple[Tier, ...]:
+    """The tiers that bytes pass from `source` to `target`, both included."""
+    first, last = source.order, target.order
+    if first <= last:
+        return ALL[first : last + 1]
+    return ALL[last : first + 1][::-1]
+
+
+def open_tiers(capacity_bytes: Mapping[Tier, int]) -> tuple[Tier, ...]:
+    """The tiers that exist with these budgets, fastest first."""
+    return tuple(t for t in Tier if t.row.is_memory or capacity_bytes[t])
