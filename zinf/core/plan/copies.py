@@ -14,7 +14,7 @@ from itertools import count
 from zinf.core.plan.catalog import Catalog
 from zinf.core.plan.instruction import Copy
 from zinf.core.plan.job import Job
-from zinf.core.program import ArrayId, Rows, Tier, overlaps, route
+from zinf.core.program import ROUTES, ArrayId, Rows, Tier, overlaps
 
 NEVER = 1 << 60
 TIERS = tuple(Tier)
@@ -164,10 +164,10 @@ class Copies:
         on_device = self.key((array, Tier.DEVICE))
         is_copy = tier == Tier.HOST and on_device in self.temporary
         if is_copy and self._is_source(on_device):
-            return route(Tier.DEVICE, Tier.HOST)
+            return ROUTES[Tier.DEVICE, Tier.HOST]
         for source in SOURCES[tier]:
             if self.exists((array, source)):
-                return route(source, tier)
+                return ROUTES[source, tier]
         raise AssertionError(f"{array} is needed on {tier} but exists nowhere")
 
     def on_route(self, array: ArrayId, route: Iterable[Tier]) -> set[Copy]:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from zinf.core.plan.instruction import NO_EXCHANGE, Copy, Exchange, Operation, Transfer
-from zinf.core.program import TRANSFER_LINKS, ArrayId, Link, Tier, route
+from zinf.core.program import ROUTES, TRANSFER_LINKS, ArrayId, Link, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class JobList(list[Job]):
         Args:
             workspace_bytes: workspace of each hop on its source tier.
         """
-        for start, stop in pairwise(route(source, target)):
+        for start, stop in pairwise(ROUTES[source, target]):
             self.add(
                 Transfer(tuple(arrays), start, stop),
                 TRANSFER_LINKS[start, stop],

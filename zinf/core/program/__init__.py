@@ -23,6 +23,7 @@ from zinf.core.program.program import (
 from zinf.core.program.tier import (
     HOPS,
     MOVING,
+    ROUTES,
     TIERS,
     TRANSFER_LINKS,
     Hop,
@@ -30,7 +31,6 @@ from zinf.core.program.tier import (
     Tier,
     TierRow,
     open_tiers,
-    route,
 )
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "HOPS",
     "KEY",
     "MOVING",
+    "ROUTES",
     "TIERS",
     "TRANSFER_LINKS",
     "ArrayId",
@@ -56,5 +57,4 @@ __all__ = [
     "covers",
     "open_tiers",
     "overlaps",
-    "route",
 ]

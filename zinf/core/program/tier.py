@@ -73,15 +73,17 @@ class Link(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """The way between a tier and the next faster one.
+    """The way between a tier and the one through which it reaches the device.
 
     Attributes:
-        fetch, offload: its links, toward the faster tier and away from it.
+        toward: that tier.
+        fetch, offload: its links, to that tier and from it.
         rates: bytes per second of the two on a machine whose devices are CPUs, as long
             as nothing is measured.
         accelerator_rates: the same on a machine of the class of an H100.
     """
 
+    toward: Tier
     fetch: Link
     offload: Link
     rates: tuple[float, float]
@@ -99,7 +101,7 @@ class TierRow:
     Attributes:
         budget: the config key that sets its bytes.
         device: its name in DeepSpeed's keys `offload_param.device` and others.
-        hop: the way to the next faster tier; None for the fastest.
+        hop: the way toward the device; None for the device itself.
         is_memory: whether its bytes are memory of a device or of this process. Else
             they are in files: the tier exists only if it has bytes, arrays are created
             before they are written, and small arrays (`persistence_bytes`) do not go
@@ -117,38 +119,51 @@ TIERS = {
     Tier.HOST: TierRow(
         "memory.host",
         "cpu",
-        Hop(Link.H2D, Link.D2H, (6 * GB, 6 * GB), (25 * GB, 25 * GB)),
+        Hop(Tier.DEVICE, Link.H2D, Link.D2H, (6 * GB, 6 * GB), (25 * GB, 25 * GB)),
         True,
     ),
     Tier.NVME: TierRow(
         "memory.nvme_capacity",
         "nvme",
-        Hop(Link.NVME_READ, Link.NVME_WRITE, (3 * GB, 3 * GB), (5 * GB, 4 * GB)),
+        Hop(
+            Tier.HOST,
+            Link.NVME_READ,
+            Link.NVME_WRITE,
+            (3 * GB, 3 * GB),
+            (5 * GB, 4 * GB),
+        ),
         False,
     ),
 }
-# The ways between neighbours, with the slower tier of each; the slowest first.
+# All ways, by the tier that is farther from the device; the slowest first.
 HOPS = {tier: row.hop for tier, row in reversed(TIERS.items()) if row.hop is not None}
 # The links of all transfers between neighbours, `(source, target)`.
 TRANSFER_LINKS = {
     (source, target): link
-    for slower, hop in HOPS.items()
-    for faster in [ALL[slower.order - 1]]
+    for tier, hop in HOPS.items()
     for source, target, link in (
-        (slower, faster, hop.fetch),
-        (faster, slower, hop.offload),
+        (tier, hop.toward, hop.fetch),
+        (hop.toward, tier, hop.offload),
     )
 }
 # Those links, as metrics and reports list them.
 MOVING = tuple(link for hop in HOPS.values() for link in hop.links)
 
 
-def route(source: Tier, target: Tier) -> tuple[Tier, ...]:
-    """The tiers that bytes pass from `source` to `target`, both included."""
-    first, last = source.order, target.order
-    if first <= last:
-        return ALL[first : last + 1]
-    return ALL[last : first + 1][::-1]
+def _to_device(tier: Tier) -> tuple[Tier, ...]:
+    hop = tier.row.hop
+    return (tier,) if hop is None else (tier, *_to_device(hop.toward))
+
+
+def _route(source: Tier, target: Tier) -> tuple[Tier, ...]:
+    fetched, offloaded = _to_device(source), _to_device(target)
+    meeting = next(tier for tier in fetched if tier in offloaded)
+    down = offloaded[: offloaded.index(meeting)]
+    return (*fetched[: fetched.index(meeting) + 1], *reversed(down))
+
+
+# The tiers that bytes pass from one tier to another, both included.
+ROUTES = {(source, target): _route(source, target) for source in ALL for target in ALL}
 
 
 def open_tiers(capacity_bytes: Mapping[Tier, int]) -> tuple[Tier, ...]:
