@@ -17,15 +17,10 @@ from zinf.core.text.json_text import from_json
 from zinf.core.text.tables import html_table
 from zinf.observe.advice import advice, what_ifs
 from zinf.observe.colors import colors
-from zinf.observe.figures import (
-    TIER_COLORS,
-    Figure,
-    held_figure,
-    speed_figure,
-    timeline_figure,
-    training_figure,
-)
+from zinf.observe.figure_layout import Figure
+from zinf.observe.figures import speed_figure, training_figure
 from zinf.observe.record import RUN, RunRecord, read_record
+from zinf.observe.step_figures import TIER_COLORS, held_figure, timeline_figure
 from zinf.observe.traced import TracedStep, read_trace
 from zinf.observe.writer import Metrics
 

@@ -11,8 +11,9 @@ import plotly.graph_objects as go
 from zinf.core.plan import Plan, show_seconds
 from zinf.core.step.run.run import StepRecord
 from zinf.core.text.json_text import from_json
-from zinf.observe.figures import experts_figure, timeline_figure, training_figure
+from zinf.observe.figures import experts_figure, training_figure
 from zinf.observe.page import write_page
+from zinf.observe.step_figures import timeline_figure
 from zinf.observe.traced import Span, TracedStep, measured_step, predicted_step
 from zinf.observe.writer import Metrics, lists, numbers
 

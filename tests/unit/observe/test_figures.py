@@ -16,16 +16,14 @@ from tests.unit.observe.cases import metrics_of, record_of, step_of
 from zinf.core.plan import Link
 from zinf.core.program import Tier
 from zinf.observe.advice import advice, what_ifs
-from zinf.observe.figures import (
-    MAX_POINTS,
+from zinf.observe.figures import MAX_POINTS, speed_figure, training_figure
+from zinf.observe.page import page
+from zinf.observe.step_figures import (
     SHOWN_ARRAYS,
     held_curve,
     held_figure,
-    speed_figure,
     timeline_figure,
-    training_figure,
 )
-from zinf.observe.page import page
 from zinf.observe.traced import Span, TracedStep
 
 METRICS = [metrics_of(n, evaluation_loss=n / 8 if n % 2 else None) for n in range(1, 6)]

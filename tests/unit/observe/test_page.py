@@ -18,9 +18,9 @@ from zinf.distributed import Alone
 from zinf.observe import read_trace
 from zinf.observe.advice import advice
 from zinf.observe.colors import COLORS
-from zinf.observe.figures import held_curve
 from zinf.observe.page import run_page
 from zinf.observe.record import read_record
+from zinf.observe.step_figures import held_curve
 
 
 def figures_in(html: str) -> dict[str, Any]:
