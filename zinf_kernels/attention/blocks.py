@@ -29,6 +29,18 @@ from zinf_kernels.attention.spec import (
     shape_of,
     visible,
 )
+from zinf_kernels.attention.tiles import (
+    add_piece,
+    by_group,
+    by_head,
+    cut_tokens,
+    join_keys,
+    join_queries,
+    pad_tail,
+    read_piece,
+    split_heads,
+    whole_tokens,
+)
 
 # Most tokens of a block, and most scores of a pair of blocks over batch and heads.
 BLOCK = 512
@@ -107,17 +119,17 @@ class _Blocks:
         tokens = [positions(operands)]
         if "q_segments" in operands:
             tokens.append((operands["q_segments"], operands["k_segments"]))
-        whole = _whole(num_queries, size_q), _whole(num_keys, size_k)
+        whole = whole_tokens(num_queries, size_q), whole_tokens(num_keys, size_k)
         return cls(
             spec,
             operands,
-            _split_heads(_cut(q, size_q), key_heads),
-            _cut(k, size_k).swapaxes(2, 3),
-            _cut(v, size_k).swapaxes(2, 3),
-            tuple(_cut(x, size_q, mode="edge") for x, _ in tokens),
-            tuple(_cut(x, size_k, mode="edge") for _, x in tokens),
+            split_heads(cut_tokens(q, size_q), key_heads),
+            cut_tokens(k, size_k).swapaxes(2, 3),
+            cut_tokens(v, size_k).swapaxes(2, 3),
+            tuple(cut_tokens(x, size_q, mode="edge") for x, _ in tokens),
+            tuple(cut_tokens(x, size_k, mode="edge") for _, x in tokens),
             {
-                name: _by_group(_pad(operands[name], whole), key_heads)
+                name: by_group(pad_tail(operands[name], whole), key_heads)
                 for name in operands.keys() & {"mask", "bias"}
             },
         )
@@ -163,7 +175,7 @@ class _Blocks:
         if seen is not None:
             seen = seen[:, None, None]
         pairs = {
-            name: _piece(x, (i * size_q, j * size_k), (size_q, size_k))
+            name: read_piece(x, (i * size_q, j * size_k), (size_q, size_k))
             for name, x in self.pairs.items()
         }
         if "mask" in pairs:
@@ -248,7 +260,7 @@ class _Blocks:
         _, (out_IBKGQV, lse) = jax.lax.scan(
             queries, None, (count, self.q, *self.key_range())
         )
-        return _join_queries(out_IBKGQV, self.operands["q"].shape[1]), lse
+        return join_queries(out_IBKGQV, self.operands["q"].shape[1]), lse
 
     def _start(self, rows: tuple[int, ...], wide: Any) -> tuple[jax.Array, jax.Array]:
         """Highest score and sum of each query before any key: those of its sink."""
@@ -268,8 +280,8 @@ class _Blocks:
         """Gradients by name, of the arguments' shapes and dtypes."""
         wide = score_dtype(self.q.dtype)
         size_q, key_heads = self.q.shape[4], self.q.shape[2]
-        d_out_I = _split_heads(_cut(d_out, size_q), key_heads)
-        out_I = _split_heads(_cut(out, size_q), key_heads)
+        d_out_I = split_heads(cut_tokens(d_out, size_q), key_heads)
+        out_I = split_heads(cut_tokens(out, size_q), key_heads)
         dot_I = (d_out_I.astype(wide) * out_I.astype(wide)).sum(-1)
 
         def keys(block: Any, j: jax.Array, sums: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +297,7 @@ class _Blocks:
             new = dict(sums)
             if "bias" in sums:
                 at = (i * size_q, j * k.shape[2])
-                new["bias"] = _add_piece(sums["bias"], d_scores, at)
+                new["bias"] = add_piece(sums["bias"], d_scores, at)
             if capped is not None:
                 d_scores = d_scores * (1 - jnp.square(capped))
             d_scores = (d_scores * self.spec.scale).astype(q.dtype)
@@ -312,13 +324,13 @@ class _Blocks:
         sums, d_q_IBKGQH = jax.lax.scan(queries, sums, blocks)
         q, k, v = (self.operands[name] for name in "qkv")
         gradients = {
-            "q": _join_queries(d_q_IBKGQH, q.shape[1]),
-            "k": _join_keys(sums["k"], k),
-            "v": _join_keys(sums["v"], v),
+            "q": join_queries(d_q_IBKGQH, q.shape[1]),
+            "k": join_keys(sums["k"], k),
+            "v": join_keys(sums["v"], v),
         }
         if "bias" in sums:
             bias = self.operands["bias"]
-            whole = _by_head(sums["bias"], bias.shape[1])
+            whole = by_head(sums["bias"], bias.shape[1])
             whole = whole[:, :, : bias.shape[2], : bias.shape[3]]
             gradients["bias"] = whole.astype(bias.dtype)
         if "sinks" in self.operands:
@@ -352,78 +364,6 @@ def _block_sizes(num_rows: int, num_queries: int, num_keys: int) -> tuple[int, i
         else:
             size_k = -(-size_k // 2)
     return size_q, size_k
-
-
-def _whole(num_tokens: int, size: int) -> int:
-    """Tokens of enough blocks of a size."""
-    return -(-num_tokens // size) * size
-
-
-def _cut(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:
-    """(B, T, ...) as (blocks, B, size, ...), padded."""
-    short = -x.shape[1] % size
-    if short:
-        x = jnp.pad(x, ((0, 0), (0, short), *((0, 0),) * (x.ndim - 2)), mode=mode)
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
-def _split_heads(x: jax.Array, key_heads: int) -> jax.Array:
-    """(I, B, Q, N, H) as (I, B, K, G, Q, H)."""
-    x_IBQKGH = x.reshape(*x.shape[:3], key_heads, -1, x.shape[-1])
-    return x_IBQKGH.transpose(0, 1, 3, 4, 2, 5)
-
-
-def _join_queries(x_IBKGQH: jax.Array, num_queries: int) -> jax.Array:
-    """What `_split_heads` and `_cut` make of (B, T, N, H), back."""
-    x_BIQKGH = x_IBKGQH.transpose(1, 0, 4, 2, 3, 5)
-    batch, count, size, key_heads, groups, width = x_BIQKGH.shape
-    whole = x_BIQKGH.reshape(batch, count * size, key_heads * groups, width)
-    return whole[:, :num_queries]
-
-
-def _join_keys(x_JBKCH: jax.Array, like: jax.Array) -> jax.Array:
-    x_BJCKH = x_JBKCH.transpose(1, 0, 3, 2, 4)
-    whole = x_BJCKH.reshape(like.shape[0], -1, *like.shape[2:])
-    return whole[:, : like.shape[1]].astype(like.dtype)
-
-
-def _pad(x: jax.Array, whole: tuple[int, int]) -> jax.Array:
-    """The last two dims padded with zeros to whole blocks; dims of one stay."""
-    dims = zip(whole, x.shape[-2:], strict=True)
-    short = [size - now if now > 1 else 0 for size, now in dims]
-    if not any(short):
-        return x
-    return jnp.pad(x, (*((0, 0),) * (x.ndim - 2), *((0, n) for n in short)))
-
-
-def _by_group(x: jax.Array, key_heads: int) -> jax.Array:
-    """(B, N or 1, ...) as (B, K or 1, G or 1, ...)."""
-    heads = (1, 1) if x.shape[1] == 1 else (key_heads, -1)
-    return x.reshape(x.shape[0], *heads, *x.shape[2:])
-
-
-def _by_head(x: jax.Array, num_heads: int) -> jax.Array:
-    return x.reshape(x.shape[0], num_heads, *x.shape[3:])
-
-
-def _piece(x: jax.Array, at: tuple[Any, Any], sizes: tuple[int, int]) -> jax.Array:
-    """A piece of the last two dims, whole along those of one."""
-    starts, shape = _place(x, at), list(x.shape)
-    shape[-2:] = [s if n > 1 else 1 for s, n in zip(sizes, x.shape[-2:], strict=True)]
-    return jax.lax.dynamic_slice(x, starts, shape)
-
-
-def _add_piece(x: jax.Array, piece: jax.Array, at: tuple[Any, Any]) -> jax.Array:
-    """Adds a piece, summed over the dims along which `x` has one element, to `x`."""
-    old = _piece(x, at, (piece.shape[-2], piece.shape[-1]))
-    axes = tuple(d for d in range(x.ndim) if x.shape[d] == 1)
-    new = old + piece.sum(axes, keepdims=True)
-    return jax.lax.dynamic_update_slice(x, new, _place(x, at))
-
-
-def _place(x: jax.Array, at: tuple[Any, Any]) -> tuple[Any, ...]:
-    ends = [a if n > 1 else 0 for a, n in zip(at, x.shape[-2:], strict=True)]
-    return tuple(jnp.int32(a) for a in ([0] * (x.ndim - 2) + ends))
 
 
 def _both(seen: jax.Array | None, also: jax.Array) -> jax.Array:
