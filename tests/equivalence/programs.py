@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from zinf.models import GPTConfig
-from zinf.models.gpt import init_and_loss
+from zinf.models.gpt_functions import init_and_loss
 from zinf.moe import experts, top_k
 
 DIM, BATCH, LAYERS = 8, 4, 3

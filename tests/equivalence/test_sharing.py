@@ -18,7 +18,7 @@ from zinf.core.step.planner import Planner
 from zinf.core.step.run.streamed import Streamed
 from zinf.core.step.shrink import cut
 from zinf.models import GPTConfig
-from zinf.models.gpt import init_and_loss
+from zinf.models.gpt_functions import init_and_loss
 
 DIM, BATCH, FEW, MANY = 8, 4, 4, 48
 X = np.ones((BATCH, DIM), np.float32)

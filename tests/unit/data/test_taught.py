@@ -13,7 +13,7 @@ import zinf
 from zinf.checkpoint import Checkpoints
 from zinf.data import TEACHER_LOGITS, Paced, Taught
 from zinf.models import GPTConfig, divergence, init_and_loss
-from zinf.models.gpt import logits_of
+from zinf.models.gpt_functions import logits_of
 
 ROWS, TOKENS, VOCAB = 2, 8, 256
 

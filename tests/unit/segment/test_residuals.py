@@ -12,10 +12,10 @@ import pytest
 from tests.unit.segment.on_one import compiled_on
 from zinf.core.jaxpr import abstract
 from zinf.core.segment import segment_loss, trace_loss
-from zinf.core.segment.build import array_spec
 from zinf.core.segment.flops import equation_flops
-from zinf.models.gpt import init_and_loss
+from zinf.core.segment.leaves import array_spec
 from zinf.models.gpt_config import GPTConfig
+from zinf.models.gpt_functions import init_and_loss
 
 WIDTH = 16
 CPU = jax.devices("cpu")[0]

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from zinf.core.jaxpr import Graph, Piece, Shared, share, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
-from zinf.core.jaxpr.keys import in_words, to_words
+from zinf.core.jaxpr.keys import to_words
 from zinf.core.problem.source import Source
-from zinf.core.program import ArrayId, ArraySpec, Leaf, Program, SegmentSpec
+from zinf.core.program import ArrayId, Leaf, Program, SegmentSpec
 from zinf.core.segment.cut import choose_cuts, read_tape
 from zinf.core.segment.flops import equation_flops
 from zinf.core.segment.index import index_by_literals
 from zinf.core.segment.instead import NOTHING, Instead, read_instead
+from zinf.core.segment.leaves import array_spec, layer_weights, leaf_of
 from zinf.core.segment.order import Order, order_equations
 from zinf.core.segment.rows import split_rows
 from zinf.core.segment.tile import tile_leaves
@@ -99,51 +100,16 @@ def _segmented(
     tiled = tile_leaves(graph, arrays, tileable=splittable, max_bytes=max_bytes)
     graph, arrays = read_instead(tiled.graph, tiled.arrays, instead)
     leaves = tuple(
-        _leaf(v, path, path in stacked, path in frozen)
+        leaf_of(v, path, path in stacked, path in frozen)
         for v, path in source.params.items()
     )
-    weights = _weights({v: array.path for v, array in arrays.items()})
+    weights = layer_weights({v: array.path for v, array in arrays.items()})
     order = order_equations(index_by_literals(graph, weights), weights)
     tape = read_tape(order)
     cuts = choose_cuts(tape, max_bytes=max_bytes)
     made = _Builder(source, order, arrays, leaves, is_trained, caches or {}).build(cuts)
     program = replace(made.program, tilings=tiled.tilings, untiled=dict(tiled.refused))
     return replace(made, program=program)
-
-
-def array_spec(aval: Any) -> ArraySpec:
-    """The stored form of a value: random keys as words, which every tier can hold."""
-    aval = in_words(aval)
-    return ArraySpec(tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize)
-
-
-def _weights(leaves: Mapping[Var, str]) -> list[Var]:
-    """The leaves that are read by the layer that they belong to.
-
-    They are floating-point numbers, and the integers of weights in few bits: codes of
-    8 bits and, beside them, scales as words. Other integers are random keys and
-    counters.
-    """
-    in_few_bits = {
-        _parent(path)
-        for v, path in leaves.items()
-        if jnp.issubdtype(v.aval.dtype, jnp.integer) and v.aval.dtype.itemsize == 1
-    }
-    return [
-        v
-        for v, path in leaves.items()
-        if jnp.issubdtype(v.aval.dtype, jnp.floating) or _parent(path) in in_few_bits
-    ]
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
-def _leaf(variable: Var, path: str, is_stacked: bool, is_frozen: bool) -> Leaf:
-    is_float = jnp.issubdtype(variable.aval.dtype, jnp.floating)
-    num_layers = variable.aval.shape[0] if is_stacked else None
-    return Leaf(path, array_spec(variable.aval), is_float and not is_frozen, num_layers)
 
 
 @dataclass

@@ -12,9 +12,10 @@ from typing import Any
 
 from zinf.core.jaxpr.dims import NotByRow
 from zinf.core.program import ArrayId, ArraySpec, Role, RowSum, SegmentSpec
-from zinf.core.segment.build import Segmented, array_spec
+from zinf.core.segment.build import Segmented
 from zinf.core.segment.executables import BodyExecutables, Workspace
 from zinf.core.segment.halved import HalvedExecutables
+from zinf.core.segment.leaves import array_spec
 from zinf.core.sharding import Layout, Layouts
 from zinf.core.topology import Collective, collectives_of
 

@@ -23,8 +23,8 @@ from zinf.core.jaxpr.keys import from_words, to_words
 from zinf.core.jaxpr.primitives import CHEAP, having
 from zinf.core.jaxpr.slice import Slicer, merge_equal
 from zinf.core.program import ArraySpec
-from zinf.core.segment.build import array_spec
 from zinf.core.segment.flops import equation_flops
+from zinf.core.segment.leaves import array_spec
 from zinf.core.segment.min_cut import min_vertex_cut
 
 COMPUTED_AGAIN, MATMULS = CHEAP | having("fused"), having("matmul")
