@@ -6,21 +6,25 @@ not know, `zinf_adapter.json`. The factors of a weight are matrices there: `lora
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from math import prod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from zinf.adapt.lora import ADAPTER, BASE, Adapted
-from zinf.adapt.weight import LORA_A, LORA_B, MAGNITUDE, WEIGHT, Target, merged, whole
+from zinf.adapt.adapted import ADAPTER, Adapted
+from zinf.adapt.peft import (
+    BASE_LAYER,
+    Naming,
+    from_peft,
+    module_of,
+    peft_tensors,
+    to_peft,
+)
+from zinf.adapt.weight import LORA_A, LORA_B
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
-from zinf.core.config.adapter import Adapter
 from zinf.core.engine.engine import Engine
 from zinf.core.interchange.folder import complete_folder
 from zinf.core.interchange.header import ordered, write_header
@@ -30,38 +34,13 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.nvme.system import sync
 from zinf.core.memory.storage_error import INTERCHANGE
 from zinf.core.program import ArraySpec
-from zinf.core.sharding import Box
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OWN_CONFIG = "zinf_adapter.json"
 # How the frozen weights were kept, if otherwise than in the base's files.
 ENCODING_KEYS = ("quantize_base", "quantize_block")
-PREFIX = "base_model.model."
-KERNELS = ("kernel", "weight", "w")
-EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
-# PEFT writes the frozen weight too, if an embedding or an output head has an adapter.
-BASE_LAYER = ".base_layer."
 # Leaves that a file of a base does not have.
 LORA_PATTERNS = [f"{ADAPTER}/*/{name}" for name in (LORA_A, LORA_B)]
-
-
-@dataclass(frozen=True)
-class Naming:
-    """What the model of PEFT is, where key paths of leaves do not say it.
-
-    Attributes:
-        tied: all names of a leaf that the model has in several places, with ".", by
-            its key path. PEFT has an adapter for each of them.
-        embeddings: names of leaves of which rows are looked up. Their factors have
-            other names there.
-    """
-
-    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    embeddings: frozenset[str] = frozenset()
-
-    def of(self, path: str) -> tuple[str, ...]:
-        """The names of a leaf."""
-        return self.tied.get(path, (path.replace("/", "."),))
 
 
 def save_adapter(
@@ -90,10 +69,10 @@ def save_adapter(
     naming = naming or Naming()
     tensors = parameters(source)
     arrays: dict[str, np.ndarray] = {}
-    for name, place in _names(adapted, naming).items():
+    for name, place in peft_tensors(adapted, naming).items():
         path = place.path
         found = tensors.read(path, whole_box(tensors.specs[path].shape))
-        arrays[name] = _outgoing(place, found)
+        arrays[name] = to_peft(place, found)
     specs = {n: ArraySpec(x.shape, str(x.dtype), x.itemsize) for n, x in arrays.items()}
     names = ordered(specs)
     header = write_header(specs, names, {"format": "pt"})
@@ -129,7 +108,7 @@ def load_adapter(
     values: dict[str, Any] = {path: {} for path in adapted.targets}
     with SafetensorsFiles(directory / WEIGHTS) as tensors:
         present = {name for name in tensors.specs if BASE_LAYER not in name}
-        wanted = _names(adapted, naming)
+        wanted = peft_tensors(adapted, naming)
         if (directory / OWN_CONFIG).exists():
             # Of zinf an adapter is of all places of a tied leaf, whatever it names.
             wanted = {n: x for n, x in wanted.items() if n in present or not x.is_again}
@@ -138,7 +117,7 @@ def load_adapter(
             spec = tensors.specs[name]
             found = tensors.read(name, whole_box(spec.shape))
             _check_shape(name, found.shape, place.shape(adapted), directory)
-            value = _incoming(adapted, place, found)
+            value = from_peft(adapted, place, found)
             if place.is_again:
                 first = values[place.leaf]
                 first = first if place.part is None else first[place.part]
@@ -156,221 +135,12 @@ def load_adapter(
     return replace(adapted, params=begun, loaded=loaded)
 
 
-class MergedTensors(AbstractTensors):
-    """The user's parameters with the adapters added, read from an engine or checkpoint.
-
-    `zinf.interchange.export_safetensors` writes them. A weight is merged whole, or a
-    row of its stack at a time.
-    """
-
-    copies = 4
-
-    def __init__(
-        self, adapted: Adapted, source: Engine | Saved | AbstractTensors
-    ) -> None:
-        self._layout, self._inner = adapted.layout, parameters(source)
-        # A merged weight has the dtype that the base is kept in.
-        self.specs = {p: self._spec(p) for p in adapted.layout.specs}
-        state = (p for p in self._inner.specs if p.startswith("model_state/"))
-        self._state = frozenset(state)
-        self.specs |= {p: self._inner.specs[p] for p in self._state}
-
-    def block(self, name: str) -> tuple[int, ...]:
-        target = self._layout.targets.get(name)
-        if target is None:
-            return self._inner.block(self._path(name))
-        sizes = tuple(max(1, size) for size in target.shape)
-        return (1, *sizes[1:]) if 0 in target.lead else sizes
-
-    def read(self, name: str, box: Box) -> np.ndarray:
-        target = self._layout.targets.get(name)
-        if target is None:
-            return self._inner.read(self._path(name), box)
-        names = (WEIGHT,) if target.encoding is None else target.encoding.names
-        base = f"{BASE}/{name}"
-        paths = {n: base if n == WEIGHT else f"{base}/{n}" for n in names}
-        paths |= {n: f"{ADAPTER}/{name}/{n}" for n in target.factor_shapes}
-        rows = box[0] if 0 in target.lead else None
-        parts = {n: jnp.asarray(self._part(path, rows)) for n, path in paths.items()}
-        if rows is not None:
-            target = replace(target, shape=(rows[1] - rows[0], *target.shape[1:]))
-        # The factors are multiplied in float32, and the sum is rounded once.
-        found = merged(whole(target, parts, "float32"))
-        found = found.astype(self.specs[name].dtype)
-        return np.ascontiguousarray(jax.device_get(found))
-
-    def _part(self, path: str, rows: tuple[int, int] | None) -> np.ndarray:
-        shape = self._inner.specs[path].shape
-        box = whole_box(shape)
-        if rows is None:
-            return self._inner.read(path, box)
-        # The parts of other tensors need not be cut where rows end.
-        step = self._inner.block(path)[0]
-        low, high = rows[0] // step * step, min(-(-rows[1] // step) * step, shape[0])
-        read = [
-            self._inner.read(path, ((i, min(i + step, shape[0])), *box[1:]))
-            for i in range(low, high, step)
-        ]
-        return np.concatenate(read)[rows[0] - low : rows[1] - low]
-
-    def _path(self, name: str) -> str:
-        if name in self._state:
-            return name
-        return f"{ADAPTER if name in self._layout.saved else BASE}/{name}"
-
-    def _spec(self, name: str) -> ArraySpec:
-        target = self._layout.targets.get(name)
-        if target is None:
-            folder = ADAPTER if name in self._layout.saved else BASE
-            return self._inner.specs[f"{folder}/{name}"]
-        if target.encoding is None:
-            return self._inner.specs[f"{BASE}/{name}"]
-        return ArraySpec(target.shape, target.dtype, jnp.dtype(target.dtype).itemsize)
-
-
-def names_of_base(
-    adapter: Adapter, names: Mapping[str, str] | None
-) -> Callable[[str], str]:
-    """The name of a base's tensor by key path, to import a base under an adapter.
-
-    Args:
-        names: names by key path in the user's parameters; by default its own, with ".".
-
-    Raises:
-        ValueError: the base is stored otherwise than in the file, or the adapter has
-            values that were computed from it.
-    """
-    if adapter.quantize_base is not None or adapter.use_dora:
-        key = "use_dora" if adapter.use_dora else "quantize_base"
-        raise ValueError(
-            f"adapter.{key} needs the base when the adapters are made, so no base can "
-            "be imported later. Make the parameters from the file in Python, and call "
-            "zinf.adapt.lora."
-        )
-
-    def name(path: str) -> str:
-        own = path.partition("/")[2]
-        return (names or {}).get(own, own.replace("/", "."))
-
-    return name
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The array of a tensor of a file.
-
-    Attributes:
-        leaf: its key path in the user's parameters.
-        part: which factor; None: the leaf, which is trained whole.
-        target: of the leaf; None if it is trained whole.
-        is_turned: what is summed over in this place is the outputs elsewhere, so each
-            factor is the other one.
-        is_again: another tensor is the same, under another name of the leaf.
-    """
-
-    leaf: str
-    part: str | None
-    target: Target | None
-    is_turned: bool = False
-    is_again: bool = False
-
-    @property
-    def path(self) -> str:
-        end = "" if self.part is None else f"/{self.part}"
-        return f"{ADAPTER}/{self.leaf}{end}"
-
-    def shape(self, adapted: Adapted) -> tuple[int, ...]:
-        """That of the tensor."""
-        if self.target is None or self.part is None:
-            return tuple(adapted.layout.specs[self.leaf].shape)
-        shape = _outgoing_shape(self.target, self.part)
-        return shape[::-1] if self.is_turned else shape
-
-
-def _names(adapted: Adapted, naming: Naming) -> dict[str, _Place]:
-    """What each tensor of a file is, by name."""
-    modules = [_module(path) for path in adapted.targets]
-    found = {}
-    for path, target in adapted.targets.items():
-        for name in naming.of(path):
-            module = _module(name)
-            if modules.count(module) > 1:
-                module = name
-            is_again = name != naming.of(path)[0]
-            for end, part, is_turned in _ends(path, name, target, naming):
-                place = _Place(path, part, target, is_turned, is_again)
-                found[f"{PREFIX}{module}.{end}"] = place
-    for path in adapted.saved:
-        for name in naming.of(path):
-            is_again = name != naming.of(path)[0]
-            found[f"{PREFIX}{name}"] = _Place(path, None, None, False, is_again)
-    return found
-
-
-def _ends(
-    path: str, name: str, target: Target, naming: Naming
-) -> Iterator[tuple[str, str, bool]]:
-    """The end of a tensor's name, the part of the adapter, and whether it is turned."""
-    is_embedding = name in naming.embeddings
-    parts = tuple(target.factor_shapes)
-    is_turned = False
-    if any(each in naming.embeddings for each in naming.of(path)):
-        # PEFT sums over words in an embedding, and over the hidden dim in a head.
-        is_turned = target.contraction.inputs != ((0,) if is_embedding else (1,))
-    for part in parts:
-        if part == MAGNITUDE:
-            yield part, part, False
-            continue
-        as_named = {LORA_A: LORA_B, LORA_B: LORA_A}[part] if is_turned else part
-        ending = f"{as_named}.weight"
-        if is_embedding:
-            ending = EMBEDDING_A if as_named == LORA_A else EMBEDDING_B
-        yield ending, part, is_turned
-
-
-def _module(path: str) -> str:
-    dotted = path.replace("/", ".")
-    module, _, last = dotted.rpartition(".")
-    return module if module and last in KERNELS else dotted
-
-
-def _outgoing(place: _Place, array: np.ndarray) -> np.ndarray:
-    target, part = place.target, place.part
-    if target is None or part is None:
-        return array
-    count = len(target.lead)
-    if part == MAGNITUDE:
-        return array.reshape(_outgoing_shape(target, part))
-    sizes = (-1, target.r) if part == LORA_A else (target.r, -1)
-    flat = array.reshape(*array.shape[:count], *sizes)
-    return np.ascontiguousarray(flat if place.is_turned else np.swapaxes(flat, -1, -2))
-
-
-def _outgoing_shape(target: Target, part: str) -> tuple[int, ...]:
-    lead = target.sizes(target.lead)
-    inputs = prod(target.sizes(target.contraction.inputs))
-    outputs = prod(target.sizes(target.contraction.outputs))
-    if part == MAGNITUDE:
-        return (*lead, outputs)
-    return (*lead, target.r, inputs) if part == LORA_A else (*lead, outputs, target.r)
-
-
-def _incoming(adapted: Adapted, place: _Place, array: np.ndarray) -> Any:
-    target, part = place.target, place.part
-    if target is None or part is None:
-        return array.astype(adapted.layout.specs[place.leaf].dtype)
-    if part != MAGNITUDE and not place.is_turned:
-        array = np.swapaxes(array, -1, -2)
-    shape = target.factor_shapes[part]
-    return jnp.asarray(array.reshape(shape)).astype(jnp.float32)
-
-
 def _peft_config(adapted: Adapted, naming: Naming) -> dict[str, Any]:
     adapter = adapted.adapter
     trained = [path for path, target in adapted.targets.items() if target.r]
 
     def modules(paths: Collection[str]) -> list[str]:
-        return sorted({_module(name) for path in paths for name in naming.of(path)})
+        return sorted({module_of(name) for path in paths for name in naming.of(path)})
 
     return {
         "peft_type": "LORA",

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from zinf.adapt.adapted import ADAPTER, BASE, Adapted
 from zinf.adapt.blocks import CODES, LEAST, SCALES, Encoding
-from zinf.adapt.lora import ADAPTER, BASE, Adapted, first_adapter
+from zinf.adapt.lora import first_adapter
 from zinf.adapt.weight import MAGNITUDE, WEIGHT, Target, lengths, stored, whole
 from zinf.checkpoint.grid import whole_box
 from zinf.core.interchange.names import Terms, match

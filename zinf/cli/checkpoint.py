@@ -221,7 +221,8 @@ def import_(
 
     If the config has an adapter section, they are those of the base.
     """
-    from zinf.adapt.files import LORA_PATTERNS, names_of_base
+    from zinf.adapt.files import LORA_PATTERNS
+    from zinf.adapt.merged import names_of_base
     from zinf.checkpoint import Checkpoints
     from zinf.cli.places import has_any, place_of_checkpoints
     from zinf.cli.run_folder import held_run

@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from zinf.adapt.files import (
+from zinf.adapt.files import CONFIG, ENCODING_KEYS, OWN_CONFIG, WEIGHTS
+from zinf.adapt.peft import (
     BASE_LAYER,
-    CONFIG,
     EMBEDDING_A,
     EMBEDDING_B,
-    ENCODING_KEYS,
     KERNELS,
-    OWN_CONFIG,
     PREFIX,
-    WEIGHTS,
     Naming,
 )
 from zinf.adapt.weight import LORA_A, LORA_B, MAGNITUDE

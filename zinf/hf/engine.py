@@ -13,9 +13,9 @@ import optax
 from jax.sharding import Mesh
 
 from zinf.adapt import Adapted, adapt, load_adapter
+from zinf.adapt.adapted import ADAPTER, BASE
 from zinf.adapt.files import WEIGHTS as ADAPTER_FILE
-from zinf.adapt.files import Naming
-from zinf.adapt.lora import ADAPTER, BASE
+from zinf.adapt.peft import Naming
 from zinf.adapt.state import FirstState
 from zinf.core.config import Config
 from zinf.core.config.adapter import Adapter
