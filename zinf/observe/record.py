@@ -6,7 +6,6 @@ with the metrics and the trace of the first steps, by default in the same folder
 
 import os
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -89,6 +88,11 @@ class RunRecord(BaseModel):
     metrics: Path | None = None
     trace: Path | None = None
 
+    @field_validator("metrics", "trace")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path and path.absolute()
+
     @field_validator("held")
     @classmethod
     def _has_every_tier(cls, held: dict[Tier, Held]) -> dict[Tier, Held]:
@@ -109,15 +113,13 @@ class RunRecord(BaseModel):
         has_measured_rates: bool,
         begun: str | None = None,
         after_step: int = 0,
-        decides: dict[str, Any] | None = None,
-        changes: Sequence[dict[str, Any]] = (),
-        metrics: Path | None = None,
-        trace: Path | None = None,
+        **of_run: Any,
     ) -> Self:
         """The record of a config and its plan, with the versions of this process.
 
         Args:
             devices: number and kind of the devices, such as "1 of cpu".
+            of_run: `decides`, `changes`, `metrics` and `trace` of a run.
         """
         return cls(
             title=title,
@@ -141,10 +143,7 @@ class RunRecord(BaseModel):
             has_measured_rates=has_measured_rates,
             versions=_versions(),
             machine=_machine(),
-            decides=decides,
-            changes=list(changes),
-            metrics=metrics and metrics.absolute(),
-            trace=trace and trace.absolute(),
+            **of_run,
         )
 
     def save(self, folder: Path) -> None:

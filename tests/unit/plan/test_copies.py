@@ -7,6 +7,7 @@ import pytest
 from tests.toy.program import LeafCase, chain
 from zinf.core.plan import Copy, Link, StepOptions, Transfer, Update, value
 from zinf.core.plan.copies import NEVER, Copies
+from zinf.core.plan.job import Job
 from zinf.core.plan.listing import Listing
 from zinf.core.plan.schedule import schedule
 from zinf.core.program import ArrayId, Role, Tier
@@ -111,10 +112,8 @@ def test_an_instruction_waits_for_these(
         operation = Transfer((array,), source, target)
         if act == "update":
             operation = Update(0, "layer0", HOST)
-        ends = [(array, source)], [(array, target)]
+        ends = ((array, source),), ((array, target),)
         created = [c for c in ends[1] if not present.exists(c)]
         present.occupy(created)
-        listing.add(
-            operation, Link.HOST, reads=ends[0], writes=ends[1], created=created
-        )
+        listing.add(Job(operation, Link.HOST, *ends), created)
     assert set(listing.instructions[-1].after) == after

@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 
 from tests.unit.refusals import refusals
-from zinf.core.problem.problem import make_problem
+from zinf.core.problem import problem
+from zinf.core.problem.user_loss import UserLoss
 
 CPU = jax.devices("cpu")[0]
 W = {"w": jnp.ones(2)}
 MEAN = {"mean": jnp.zeros(3)}
+
+
+def make_problem(loss_fn, params, *, has_aux=False, model_state=None, **rest):
+    user = UserLoss(loss_fn, params, has_aux, model_state=model_state)
+    return problem.make_problem(user, **rest)
 
 
 def loss(params, batch):

@@ -18,6 +18,7 @@ from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.plan import Plan
 from zinf.core.problem.arguments import check_arguments
 from zinf.core.problem.problem import Problem, make_problem
+from zinf.core.problem.user_loss import UserLoss
 from zinf.core.process.jax_modes import Modes
 from zinf.core.sharding import AxisRule, Blocks, axis_rule
 from zinf.core.sharding.axes import rewritten
@@ -52,13 +53,10 @@ def initialize(
 ) -> Engine:
     """Prepare training of `params` under `loss_fn`, with state on any tiers.
 
-    zinf overrides a surrounding `jax.set_mesh` (`mesh=` says which devices train) and
-    `jax.transfer_guard`. It overrides strict dtype promotion too, except in `loss_fn`
-    and in functions that make parameters. An engine that is made with 64 bits enabled
-    keeps them enabled.
-
-    No setting of the process is changed. On Linux `zinf.tune_malloc()`, called before
-    jax makes an array, saves memory and page faults.
+    No setting of the process is changed. zinf overrides a surrounding `jax.set_mesh`
+    and `jax.transfer_guard`, and strict dtype promotion except in `loss_fn` and in
+    functions that make parameters. An engine keeps 64 bits enabled that is made with
+    them. `zinf.tune_malloc()`, called before jax makes an array, saves memory on Linux.
 
     Args:
         loss_fn: a pure function `(params, batch) -> loss`, one floating-point number;
@@ -109,19 +107,10 @@ def initialize(
             values, and `jax.disable_jit`.
         StorageError: a folder of the nvme tier cannot be used, or has too little space.
     """
-    planner = make_planner(
-        loss_fn,
-        params,
-        tx,
-        config,
-        has_aux=has_aux,
-        eval_loss_fn=eval_loss_fn,
-        rng=rng,
-        model_state=model_state,
-        state_rules=state_rules,
-        mesh=mesh,
-        group=group,
-    )
+    user = {"has_aux": has_aux, "eval_loss_fn": eval_loss_fn}
+    state = {"model_state": model_state, "state_rules": state_rules}
+    where = {"rng": rng, "mesh": mesh, "group": group}
+    planner = make_planner(loss_fn, params, tx, config, **user, **state, **where)
     engine = Engine(measuring(planner), rng)
     if batch is not None:
         engine.prepare(batch)
@@ -176,40 +165,26 @@ def make_planner(
     tx: optax.GradientTransformation | None,
     config: ConfigSource = None,
     *,
-    has_aux: bool = False,
-    eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
-    model_state: Any = None,
-    state_rules: Mapping[str, str] | None = None,
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
     topology: Topology | None = None,
+    **named: Any,
 ) -> Planner:
     """A planner for the arguments of `initialize`.
 
     Args:
         topology: the machine of `mesh`, if steps are only compiled for it and not run.
+        named: the others that describe the loss; see `UserLoss`.
     """
-    is_of_config = tx is None
+    is_of_config, user = tx is None, UserLoss(loss_fn, params, **named)
     if tx is None:
         tx, config = optimizer_of(config)
-    check_arguments(loss_fn, params, tx, has_state=model_state is not None, rng=rng)
+    has_state = user.model_state is not None
+    check_arguments(loss_fn, params, tx, has_state=has_state, rng=rng)
     modes = Modes.current()
     config, mesh = on_devices(config, mesh)
-    if config.adapter is not None:
-        raise ValueError(
-            "The config has an adapter section, and in Python adapters are made first: "
-            "adapted = zinf.adapt.lora(loss_fn, params, batch=batch, r=8), then "
-            "zinf.initialize(adapted.loss_fn, adapted.params, tx, "
-            "adapted.config(config))."
-        )
-    if config.weight_quantization is not None:
-        raise ValueError(
-            "The config has a weight_quantization section, and such weights are run "
-            "and not trained: zinf generate, zinf evaluate, zinf.hf.open_model, or "
-            "zinf.adapt.quantize in Python. Remove it; to train adapters over weights "
-            "in few bits, set adapter.quantize_base."
-        )
+    _refuse_sections(config)
     modes = replace(modes, default_device=tracing_device(mesh, topology))
     if not config.is_told and (group is None or group.is_first):
         for line in notices(config, in_python=True, reads_optimizer=is_of_config):
@@ -224,36 +199,53 @@ def make_planner(
     )
     with modes.own():
         problem = make_problem(
-            loss_fn,
-            params,
-            model_state=model_state,
-            state_rules=state_rules,
+            user,
             num_microbatches=config.num_microbatches,
-            has_aux=has_aux,
-            eval_loss_fn=eval_loss_fn,
             frozen=config.frozen,
             compute_dtype=config.compute_dtype,
             averages_microbatches=config.loss_average == "microbatches",
             modes=modes,
         )
-        rows = AttentionRows(
-            kernel_device(mesh, topology),
-            config.attention,
-            mesh.size,
-            is_absent=topology is not None,
-        )
+        device, is_absent = kernel_device(mesh, topology), topology is not None
+        rows = AttentionRows(device, config.attention, mesh.size, is_absent=is_absent)
         problem = _on_mesh(problem, rule, rows)
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)
-    if group is None:
-        group = Alone()
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"jax runs {jax.process_count()} processes, and zinf was given none of "
-                "them. Start with `group = zinf.distributed.join(...)` in place of "
-                "jax.distributed.initialize, and pass group= to zinf.initialize."
-            )
+    group = _alone() if group is None else group
     return Planner(problem, separated, config, rule, key, rows, group, topology)
+
+
+def _refuse_sections(config: Config) -> None:
+    """Refuse what configs ask of commands, and Python of functions."""
+    if config.adapter is not None:
+        raise ValueError(
+            "The config has an adapter section, and in Python adapters are made first: "
+            "adapted = zinf.adapt.lora(loss_fn, params, batch=batch, r=8), then "
+            "zinf.initialize(adapted.loss_fn, adapted.params, tx, "
+            "adapted.config(config))."
+        )
+    if config.weight_quantization is not None:
+        raise ValueError(
+            "The config has a weight_quantization section, and such weights are run "
+            "and not trained: zinf generate, zinf evaluate, zinf.hf.open_model, or "
+            "zinf.adapt.quantize in Python. Remove it; to train adapters over weights "
+            "in few bits, set adapter.quantize_base."
+        )
+
+
+def _alone() -> AbstractGroup:
+    """The group of one process.
+
+    Raises:
+        ValueError: jax runs several.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"jax runs {jax.process_count()} processes, and zinf was given none of "
+            "them. Start with `group = zinf.distributed.join(...)` in place of "
+            "jax.distributed.initialize, and pass group= to zinf.initialize."
+        )
+    return Alone()
 
 
 def _cuts_experts(config: Config, mesh: Mesh) -> bool:

@@ -1,7 +1,7 @@
 """The jobs of a step: its operations, before `stream` adds fetches and frees."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -48,10 +48,15 @@ class JobList(list[Job]):
             workspace_bytes: workspace of each hop on its source tier.
         """
         for start, stop in pairwise(ROUTES[source, target]):
-            self.add(
-                Transfer(tuple(arrays), start, stop),
-                TRANSFER_LINKS[start, stop],
-                reads=tuple((a, start) for a in arrays),
-                writes=tuple((a, stop) for a in arrays),
-                workspace=((start, workspace_bytes),),
-            )
+            workspace = ((start, workspace_bytes),)
+            self.append(replace(hop(arrays, start, stop), workspace=workspace))
+
+
+def hop(arrays: Sequence[ArrayId], source: Tier, target: Tier) -> Job:
+    """The transfer of arrays over one link."""
+    return Job(
+        Transfer(tuple(arrays), source, target),
+        TRANSFER_LINKS[source, target],
+        reads=tuple((a, source) for a in arrays),
+        writes=tuple((a, target) for a in arrays),
+    )

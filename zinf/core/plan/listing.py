@@ -11,13 +11,10 @@ from collections.abc import Sequence
 from zinf.core.plan.catalog import Catalog
 from zinf.core.plan.copies import Copies
 from zinf.core.plan.instruction import (
-    NO_EXCHANGE,
     Copy,
     Decide,
-    Exchange,
     Free,
     Instruction,
-    Operation,
     Transfer,
     Update,
 )
@@ -36,48 +33,24 @@ class Listing:
         self._read_there: dict[ArrayId, Uses] = defaultdict(Uses)
         self._decided = -1
 
-    def add_job(self, job: Job, created: Sequence[Copy]) -> None:
+    def add(self, job: Job, created: Sequence[Copy]) -> None:
         """Lists a job; `created` are those of its writes that did not exist before."""
-        workspace = tuple((t, n) for t, n in job.workspace if n)
-        self.add(
-            job.operation,
-            job.link,
-            reads=job.reads,
-            writes=job.writes,
-            created=created,
-            workspace=workspace,
-            flops=job.flops,
-            exchange=job.exchange,
-        )
-
-    def add(
-        self,
-        operation: Operation,
-        link: Link,
-        *,
-        reads: Sequence[Copy],
-        writes: Sequence[Copy],
-        created: Sequence[Copy],
-        workspace: tuple[tuple[Tier, int], ...] = (),
-        flops: int = 0,
-        exchange: Exchange = NO_EXCHANGE,
-    ) -> None:
         allocates: dict[Tier, int] = defaultdict(int)
         for array, tier in created:
             allocates[tier] += self._catalog.nbytes(array, tier)
         self.instructions.append(
             Instruction(
-                operation,
-                link,
-                self._hazards(operation, reads, writes, created),
-                tuple(reads),
-                tuple(writes),
+                job.operation,
+                job.link,
+                self._hazards(job, created),
+                job.reads,
+                job.writes,
                 tuple(created),
                 tuple(allocates.items()),
-                workspace,
-                self._moved_bytes(operation, writes),
-                flops,
-                exchange,
+                tuple((t, n) for t, n in job.workspace if n),
+                self._moved_bytes(job),
+                job.flops,
+                job.exchange,
             )
         )
 
@@ -99,13 +72,8 @@ class Listing:
             Instruction(operation, link, tuple(sorted(after)), nbytes=nbytes)
         )
 
-    def _hazards(
-        self,
-        operation: Operation,
-        reads: Sequence[Copy],
-        writes: Sequence[Copy],
-        created: Sequence[Copy],
-    ) -> tuple[int, ...]:
+    def _hazards(self, job: Job, created: Sequence[Copy]) -> tuple[int, ...]:
+        operation, reads, writes = job.operation, job.reads, job.writes
         index = len(self.instructions)
         after: set[int] = set()
         freed_by, all_uses, key = self._freed_by, self._uses, self._copies.key
@@ -137,9 +105,9 @@ class Listing:
             self._decided = index
         return tuple(sorted(after - {index}))
 
-    def _moved_bytes(self, operation: Operation, writes: Sequence[Copy]) -> int:
-        if isinstance(operation, Transfer):
-            return sum(map(self._catalog.nbytes, operation.arrays))
-        if isinstance(operation, Update):
-            return sum(self._catalog.nbytes(array, tier) for array, tier in writes)
+    def _moved_bytes(self, job: Job) -> int:
+        if isinstance(job.operation, Transfer):
+            return sum(map(self._catalog.nbytes, job.operation.arrays))
+        if isinstance(job.operation, Update):
+            return sum(self._catalog.nbytes(array, tier) for array, tier in job.writes)
         return 0

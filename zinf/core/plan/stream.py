@@ -20,10 +20,10 @@ from zinf.core.plan.copies import NEVER, Copies
 from zinf.core.plan.fence import add_fences
 from zinf.core.plan.infeasible import InfeasibleError, Shortage
 from zinf.core.plan.instruction import Copy, Transfer
+from zinf.core.plan.job import Job, hop
 from zinf.core.plan.listing import Listing
 from zinf.core.plan.plan import Plan
-from zinf.core.plan.schedule import Job
-from zinf.core.program import TRANSFER_LINKS, ArrayId, Tier
+from zinf.core.program import ArrayId, Tier
 
 # Prefetch for this many of the next jobs that miss copies, at most MAX_DISTANCE ahead.
 # ZeRO-Infinity (arXiv:2104.07857, section 6.2) reads three modules ahead.
@@ -91,7 +91,7 @@ class _Streamer:
             self.drop_stale(job)
             for tier, nbytes in job.workspace:
                 copies.used[tier] -= nbytes
-            self.listing.add_job(job, created)
+            self.listing.add(job, created)
             for tier, arrays in copies.dead(job).items():
                 self.free(arrays, tier)
         if self.shortages:
@@ -123,8 +123,8 @@ class _Streamer:
         hops: dict[tuple[Tier, Tier], list[ArrayId]] = defaultdict(list)
         for copy in missing:
             route = self.copies.route(copy)
-            for hop in pairwise(route):
-                hops[hop].append(copy[0])
+            for ends in pairwise(route):
+                hops[ends].append(copy[0])
             protected = protected | self.copies.on_route(copy[0], route)
         for (source, target), arrays in sorted(
             hops.items(), key=lambda item: -max(item[0][0].order, Tier.HOST.order)
@@ -135,15 +135,9 @@ class _Streamer:
             self.fetch(arrays, source, target)
 
     def fetch(self, arrays: Sequence[ArrayId], source: Tier, target: Tier) -> None:
-        copies = [(a, target) for a in arrays]
-        self.copies.occupy(copies)
-        self.listing.add(
-            Transfer(tuple(arrays), source, target),
-            TRANSFER_LINKS[source, target],
-            reads=[(a, source) for a in arrays],
-            writes=copies,
-            created=copies,
-        )
+        transfer = hop(arrays, source, target)
+        self.copies.occupy(transfer.writes)
+        self.listing.add(transfer, transfer.writes)
 
     def prefetch(self, number: int, job: Job) -> None:
         """Prefetches for the next jobs while nothing that is needed sooner is evicted.

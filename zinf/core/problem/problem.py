@@ -31,6 +31,7 @@ from zinf.core.problem.source import (
     named_leaves,
 )
 from zinf.core.problem.state_rules import rules_of
+from zinf.core.problem.user_loss import UserLoss
 from zinf.core.problem.weighted import weighed, with_weight
 from zinf.core.process.jax_modes import Modes
 from zinf.core.program import ArrayId, Role, Rows
@@ -171,32 +172,21 @@ class Problem:
 
 
 def make_problem(
-    loss_fn: Callable,
-    params: Any,
+    user: UserLoss,
     *,
-    model_state: Any = None,
-    has_aux: bool = False,
-    eval_loss_fn: Callable | None = None,
     frozen: Sequence[str] = (),
     compute_dtype: str = MASTER_DTYPE,
     averages_microbatches: bool = False,
-    state_rules: Mapping[str, str] | None = None,
     num_microbatches: int = 1,
     modes: Modes | None = None,
 ) -> Problem:
-    """Describes training of `params` under `loss_fn`.
+    """Describes training of the user's parameters under the user's loss.
 
     Args:
-        loss_fn: `(params, batch[, key])`, or with model state
-            `(params, model_state, batch[, key])`; see `zinf.initialize`.
-        params, model_state: a pytree of arrays, or a function of no arguments that
-            returns one.
-        eval_loss_fn: what evaluation computes; see `zinf.initialize`.
         frozen: glob patterns over key paths; matching leaves get no gradient.
         compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
             kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
         averages_microbatches: a step's loss is the mean of its microbatches' means.
-        state_rules: see `rules_of`.
         num_microbatches: of a step.
         modes: those that the user's functions run in; by default those of the caller.
 
@@ -206,12 +196,116 @@ def make_problem(
             overwritten with their gradient.
     """
     modes = Modes.current() if modes is None else modes
-    params = modes.of_user(params) if is_function(params) else params
-    model_state = (
-        modes.of_user(model_state) if is_function(model_state) else model_state
+    params, model_state = (
+        modes.of_user(x) if is_function(x) else x
+        for x in (user.params, user.model_state)
     )
     abstract = abstract_leaves(params)
     leaves = named_leaves(abstract)
+    _check_leaves(leaves, frozen)
+    mixed = compute_dtype if compute_dtype != MASTER_DTYPE else None
+    specs = {}
+    for path, leaf in leaves.items():
+        is_frozen = any(fnmatch(path, pattern) for pattern in frozen)
+        specs[path] = _param_spec(path, leaf, not is_frozen, mixed)
+    abstract_state = None if model_state is None else abstract_leaves(model_state)
+    states = named_leaves(abstract_state)
+    rules = rules_of(states, user.state_rules or {}, num_microbatches=num_microbatches)
+    state_paths = tuple(STATE_PREFIX + name for name in states)
+    for path, leaf in zip(state_paths, states.values(), strict=True):
+        specs[path] = _param_spec(path, leaf, False, None)
+    functions = _Functions(
+        user,
+        specs,
+        jax.tree.structure(abstract),
+        abstract_state,
+        modes,
+        averages_microbatches,
+    )
+    masters = [x if is_key(x) else specs[p].master for p, x in leaves.items()]
+    return Problem(
+        params=specs,
+        abstract_params=jax.tree.unflatten(functions.structure, masters),
+        loss=functions.loss(),
+        evaluation_loss=functions.evaluation_loss(),
+        state_paths=state_paths,
+        state_rules={STATE_PREFIX + n: rule for n, rule in rules.items()},
+        bound=functions.bound,
+        modes=modes,
+        _source=params,
+        _state=model_state,
+        _structure=functions.structure,
+        _state_structure=jax.tree.structure(abstract_state),
+    )
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The user's functions as functions of flat arrays.
+
+    Attributes:
+        structure: of the parameters.
+        abstract_state: the model state; None if there is none.
+    """
+
+    user: UserLoss
+    specs: Mapping[str, ParamSpec]
+    structure: Any
+    abstract_state: Any
+    modes: Modes
+    averages_microbatches: bool
+
+    def trees(self, flat: Mapping[str, Any]) -> list[Any]:
+        """The parameters, and the model state if there is one."""
+        values = [from_words(x, self.specs[p].given) for p, x in flat.items()]
+        count = self.structure.num_leaves
+        found = [jax.tree.unflatten(self.structure, values[:count])]
+        if self.abstract_state is not None:
+            structure = jax.tree.structure(self.abstract_state)
+            found.append(jax.tree.unflatten(structure, values[count:]))
+        return found
+
+    def bound(self, function: Callable) -> Callable:
+        in_modes = self.modes.of_user(function)
+
+        def on_named(flat: Mapping[str, Any], batch: Any, *key: Any) -> Any:
+            return in_modes(*self.trees(flat), batch, *key)
+
+        return on_named
+
+    def loss(self) -> Callable:
+        training = self.modes.of_user(for_training(self.user.loss_fn))
+
+        def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
+            result = training(*self.trees(flat), batch, *key)
+            return self._weighted(
+                *_sort_result(result, self.user.has_aux, self.abstract_state)
+            )
+
+        return loss
+
+    def evaluation_loss(self) -> Callable | None:
+        function = for_evaluation(self.user.loss_fn, self.user.eval_loss_fn)
+        if function is None:
+            return None
+        evaluating = self.modes.of_user(function)
+
+        def evaluation_loss(
+            flat: Mapping[str, Any], batch: Any, *key: Any
+        ) -> tuple[Any, Any]:
+            result = evaluated(evaluating, (*self.trees(flat), batch), key)
+            return self._weighted(result, {})
+
+        return evaluation_loss
+
+    def _weighted(self, loss: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
+        return with_weight(
+            loss, extra, averages_microbatches=self.averages_microbatches
+        )
+
+
+def _check_leaves(leaves: Mapping[str, Any], frozen: Sequence[str]) -> None:
+    """Refuse parameters of which nothing can be trained, and patterns of nothing."""
     if not leaves:
         raise ValueError("The parameter pytree has no leaves; nothing can be trained.")
     for pattern in frozen:
@@ -227,66 +321,6 @@ def make_problem(
             f"{path!r} is {leaf.dtype}. Cast the parameters to float32."
         )
     _refuse_overwritten(leaves)
-    mixed = compute_dtype if compute_dtype != MASTER_DTYPE else None
-    specs = {}
-    for path, leaf in leaves.items():
-        is_frozen = any(fnmatch(path, pattern) for pattern in frozen)
-        specs[path] = _param_spec(path, leaf, not is_frozen, mixed)
-    abstract_state = None if model_state is None else abstract_leaves(model_state)
-    state_leaves = named_leaves(abstract_state)
-    state_paths = tuple(STATE_PREFIX + n for n in state_leaves)
-    rules = rules_of(state_leaves, state_rules or {}, num_microbatches=num_microbatches)
-    for path, leaf in zip(state_paths, state_leaves.values(), strict=True):
-        specs[path] = _param_spec(path, leaf, False, None)
-    structure = jax.tree.structure(abstract)
-    state_structure = jax.tree.structure(abstract_state)
-
-    training = modes.of_user(for_training(loss_fn))
-    evaluating = for_evaluation(loss_fn, eval_loss_fn)
-    evaluating = None if evaluating is None else modes.of_user(evaluating)
-
-    def user_trees(flat: Mapping[str, Any]) -> list[Any]:
-        values = [from_words(x, specs[p].given) for p, x in flat.items()]
-        trees = [jax.tree.unflatten(structure, values[: len(leaves)])]
-        if model_state is not None:
-            trees.append(jax.tree.unflatten(state_structure, values[len(leaves) :]))
-        return trees
-
-    def bound(function: Callable) -> Callable:
-        in_modes = modes.of_user(function)
-
-        def on_named(flat: Mapping[str, Any], batch: Any, *key: Any) -> Any:
-            return in_modes(*user_trees(flat), batch, *key)
-
-        return on_named
-
-    def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
-        result = training(*user_trees(flat), batch, *key)
-        found, extra = _sort_result(result, has_aux, abstract_state)
-        return with_weight(found, extra, averages_microbatches=averages_microbatches)
-
-    def evaluation_loss(
-        flat: Mapping[str, Any], batch: Any, *key: Any
-    ) -> tuple[Any, Any]:
-        assert evaluating is not None
-        result = evaluated(evaluating, (*user_trees(flat), batch), key)
-        return with_weight(result, {}, averages_microbatches=averages_microbatches)
-
-    masters = [x if is_key(x) else specs[p].master for p, x in leaves.items()]
-    return Problem(
-        params=specs,
-        abstract_params=jax.tree.unflatten(structure, masters),
-        loss=loss,
-        evaluation_loss=None if evaluating is None else evaluation_loss,
-        state_paths=state_paths,
-        state_rules={STATE_PREFIX + n: rule for n, rule in rules.items()},
-        bound=bound,
-        modes=modes,
-        _source=params,
-        _state=model_state,
-        _structure=structure,
-        _state_structure=state_structure,
-    )
 
 
 def _refuse_overwritten(paths: Iterable[str]) -> None:

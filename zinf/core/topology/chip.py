@@ -64,9 +64,10 @@ def _tpu(
     interconnect_gbps: int,
     host_link_gbps: int,
     host_memory_gb: int,
-    num_torus_dims: int,
-    max_devices: int,
+    torus: tuple[int, int],
 ) -> Chip:
+    """A row of the table; `torus` is its number of dims, and its most devices."""
+    num_torus_dims, max_devices = torus
     return Chip(
         name=name,
         platform="tpu",
@@ -120,8 +121,7 @@ CHIPS = {
             interconnect_gbps=300,
             host_link_gbps=16,
             host_memory_gb=407,
-            num_torus_dims=3,
-            max_devices=4_096,
+            torus=(3, 4_096),
         ),
         _tpu(
             "v5e",
@@ -131,8 +131,7 @@ CHIPS = {
             interconnect_gbps=200,
             host_link_gbps=16,
             host_memory_gb=192,
-            num_torus_dims=2,
-            max_devices=256,
+            torus=(2, 256),
         ),
         _tpu(
             "v5p",
@@ -142,8 +141,7 @@ CHIPS = {
             interconnect_gbps=600,
             host_link_gbps=16,
             host_memory_gb=448,
-            num_torus_dims=3,
-            max_devices=6_144,
+            torus=(3, 6_144),
         ),
         _tpu(
             "v6e",
@@ -153,8 +151,7 @@ CHIPS = {
             interconnect_gbps=400,
             host_link_gbps=32,
             host_memory_gb=720,
-            num_torus_dims=2,
-            max_devices=256,
+            torus=(2, 256),
         ),
         _gpu(
             "a100",

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zinf.core.optim.separate import Separated
+from zinf.core.optim.separate import LeafUpdate, Separated
 from zinf.core.optim.squares import root
 from zinf.core.optim.update import update_function
 from zinf.core.problem.problem import Problem
@@ -171,9 +171,38 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name != "slice"
 
 
+@dataclass(frozen=True)
+class _LeafUpdate:
+    """The update of one leaf, from all arrays to the leaf's new arrays.
+
+    Attributes:
+        operands: its master and states.
+        results: what replaces them, and the compute copy if it has one.
+    """
+
+    leaf: LeafUpdate
+    shared: Any
+    function: Callable
+    operands: Sequence[ArrayId]
+    results: Sequence[ArrayId]
+
+    def __call__(
+        self,
+        arrays: Arrays,
+        grads: Mapping[str, Any],
+        factor: Any,
+        step_values: Sequence[Any],
+    ) -> dict[ArrayId, Any]:
+        mine = [step_values[k] for k in self.leaf.step_values]
+        own, *state = [arrays[a] for a in self.operands]
+        grad, hoisted = grads[self.leaf.path], self.shared.hoisted
+        new = self.function(factor, mine, hoisted, grad, own, state)
+        return dict(zip(self.results, new, strict=True))
+
+
 def _leaf_updates(
     problem: Problem, separated: Separated, layouts: Layouts
-) -> list[Callable]:
+) -> list[_LeafUpdate]:
     """For each trained leaf, a function from all arrays to the leaf's new arrays."""
     masters = [problem.params[leaf.path].updated() for leaf in separated.leaves]
     shapes = [(i, layouts.of(master).padded) for i, master in enumerate(masters)]
@@ -186,23 +215,6 @@ def _leaf_updates(
         function = update_function(shared.body, copy_dtype)
         states = [s.array(leaf.path) for s in leaf.states]
         results = [master, *states, *([] if copy is None else [copy])]
-
-        def update(
-            arrays: Arrays,
-            grads: Mapping[str, Any],
-            factor: Any,
-            step_values: Sequence[Any],
-            leaf: Any = leaf,
-            shared: Any = shared,
-            function: Callable = function,
-            operands: Sequence[ArrayId] = (master, *states),
-            results: Sequence[ArrayId] = tuple(results),
-        ) -> dict[ArrayId, Any]:
-            mine = [step_values[k] for k in leaf.step_values]
-            own, *state = [arrays[a] for a in operands]
-            grad = grads[leaf.path]
-            new = function(factor, mine, shared.hoisted, grad, own, state)
-            return dict(zip(results, new, strict=True))
-
+        update = _LeafUpdate(leaf, shared, function, (master, *states), tuple(results))
         functions.append(update)
     return functions

@@ -17,6 +17,7 @@ import optax
 from zinf.core.optim.clipping import Clipping
 from zinf.core.optim.separate import separate
 from zinf.core.problem.problem import make_problem
+from zinf.core.problem.user_loss import UserLoss
 from zinf.core.segment import segment_loss, trace_loss
 from zinf.core.sharding import axis_rule, persistent_layouts
 from zinf.core.sharding.mesh import make_mesh
@@ -102,7 +103,7 @@ def _stepped(device: jax.Device, in_passes: bool) -> list[np.ndarray]:
 
 def _program(device: jax.Device, in_passes: bool) -> OffloadedProgram:
     rule = axis_rule(make_mesh([device]), stage=0, min_bytes=0)
-    problem = make_problem(_loss, _params())
+    problem = make_problem(UserLoss(_loss, _params()))
     separated = separate(optax.sgd(1.0), problem.abstract_params)
     batch = jax.ShapeDtypeStruct((SAMPLES, WIDTH), np.float32)
     source = trace_loss(
