@@ -60,7 +60,7 @@ class TrainStateEngine(Engine):
             for name, array in self._optimizer_arrays().items():
                 content = np.asarray(to_words(given[name]))
                 digests.add(name, content)
-                self._residents.write(array, content)
+                self._runners.residents.write(array, content)
             digests.agree()
 
     def _optimizer_state(self, params: Any) -> Any:

@@ -100,7 +100,7 @@ class ModuleEngine(Engine):
                 mode of `module.eval()`. Changes to the module are dropped.
         """
         with self._turn.of("apply"):
-            return self._apply(
+            return self._programs.apply(
                 function, batch, key, num_microbatches, self._of_params()
             )
 

@@ -107,7 +107,7 @@ def test_steps_on_eight_devices_are_those_of_the_fused_step(name, tmp_path):
 def test_equal_layers_rest_in_stacks_and_run_as_one_loop():
     with start(OFFLOADED) as engine:
         metrics = engine.step(batch())
-        program = engine._current.program
+        program = engine._runners.current.program
         shapes = sorted(stack.shape for stack in program.stacks)
         # The first layer reads the batch, which gets no cotangent: another body. Each
         # is there three times: the parameter and two moments of Adam.
@@ -124,7 +124,7 @@ def run_of(engine):
     """The losses of three steps, the parameters after them, and the program."""
     with engine:
         losses = [engine.step(batch(n))["loss"] for n in range(3)]
-        return losses, named_leaves(engine.params()), engine._current.program
+        return losses, named_leaves(engine.params()), engine._runners.current.program
 
 
 @slow

@@ -32,8 +32,8 @@ slow = pytest.mark.slow
 
 def running_program(engine: Engine) -> Program:
     """The segments of the step that an engine takes, streamed."""
-    assert isinstance(engine._current, StreamedRunner)
-    return engine._current.passes.program
+    assert isinstance(engine._runners.current, StreamedRunner)
+    return engine._runners.current.passes.program
 
 
 def train(

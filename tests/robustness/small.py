@@ -80,7 +80,7 @@ def expect_at_rest(engine: Engine) -> None:
     """Between steps every tier holds what rests on it, and no worker is alive."""
     used = {t: engine.stores[t].ledger.used_bytes for t in engine.stores.tiers}
     resting = {t: engine.plan.home_bytes[t] for t in engine.stores.tiers}
-    runner = engine._current
+    runner = engine._runners.current
     if isinstance(runner, StreamedRunner) and runner.pending is not None:
         for gradient, tier in runner.arranged.pending:
             resting[tier] += runner.arranged.catalog.nbytes(gradient)

@@ -169,7 +169,7 @@ def test_with_x64_an_engine_trains_as_jax_does(dtype, rtol, where, execution):
         for tier in engine.stores.tiers:
             peak = engine.stores[tier].ledger.peak_bytes
             assert peak <= engine.plan.peak_bytes[tier]
-        runner = engine._current
+        runner = engine._runners.current
         if isinstance(runner, StreamedRunner):
             gradient = ArrayId(Role.GRADIENT, "w")
             counted = runner.arranged.catalog.nbytes(gradient)

@@ -56,7 +56,7 @@ def logits(params, batch):
 
 def runner_of(engine):
     """The program that the engine used last."""
-    runner = list(engine._forward._made.values())[-1]
+    runner = list(engine._programs.made._made.values())[-1]
     assert isinstance(runner, ForwardRunner)
     return runner
 
@@ -254,7 +254,7 @@ def test_outputs_that_do_not_fit_the_host_are_refused_with_their_bytes(tmp_path)
 
 
 def test_the_program_that_was_used_least_recently_is_made_again(engine, monkeypatch):
-    monkeypatch.setattr(engine._forward, "_limit", 2)
+    monkeypatch.setattr(engine._programs.made, "_limit", 2)
     traced = []
 
     def function(name):
@@ -268,7 +268,7 @@ def test_the_program_that_was_used_least_recently_is_made_again(engine, monkeypa
     for name in "abacab":
         engine.apply(functions[name], draw())
     assert traced == ["a", "b", "c", "b"]
-    assert len(engine._forward._made) == 2
+    assert len(engine._programs.made._made) == 2
 
 
 def run_example(heading):

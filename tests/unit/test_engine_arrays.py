@@ -98,7 +98,7 @@ def test_a_gradient_is_read_as_long_as_its_update_is_due(
         np.testing.assert_allclose(found, expected, **tolerance)
         # Reading it has not done the update.
         np.testing.assert_array_equal(engine.get("out", "gradient"), found)
-        assert engine._current.pending is not None
+        assert engine._runners.current.pending is not None
         engine.flush()
         with pytest.raises(ValueError, match="update has run"):
             engine.get("out", "gradient")

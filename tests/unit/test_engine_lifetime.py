@@ -40,7 +40,8 @@ class Inside:
     def __init__(self, engine, monkeypatch, method="step"):
         self.entered, self.may_go = threading.Event(), threading.Event()
         self.result = None
-        owner, name, real = engine._current, "step", engine._current.step
+        owner, name = engine._runners.current, "step"
+        real = owner.step
         if method == "evaluate":
             evaluate = engine._evaluation(draw(1), "master")
             owner, name, real = engine, "_evaluation", lambda *_: evaluate
@@ -107,7 +108,7 @@ def test_calls_beside_an_evaluation_and_from_within_a_step_are_refused(monkeypat
                 engine.step(draw())
             assert inside.go() > 0
         assert engine.num_steps == 0
-        runner = engine._current
+        runner = engine._runners.current
         real = runner.step
 
         def nested(*arguments, **named):

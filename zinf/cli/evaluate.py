@@ -34,10 +34,10 @@ class SavedEngine(Engine):
 
     def initialize_state(self) -> None:
         """Write the parameters of the checkpoint to their tiers, in parts."""
-        names = {path: path for path in kept(self._residents.specs)}
+        names = {path: path for path in kept(self._runners.residents.specs)}
         terms = Terms(may_round=True)
         tensors = parameters(self.saved, self.weights)
-        fill(self.planner, self._residents, tensors, names, terms)
+        fill(self.planner, self._runners.residents, tensors, names, terms)
 
 
 def print_run_evaluation(

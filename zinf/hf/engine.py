@@ -108,7 +108,13 @@ class ModelEngine(Engine):
             if self._adapted is not None:
                 state = FirstState(self._adapted, weights, terms)
                 names = list(state.specs)
-            fill(self.planner, self._residents, state, {n: n for n in names}, terms)
+            fill(
+                self.planner,
+                self._runners.residents,
+                state,
+                {n: n for n in names},
+                terms,
+            )
 
 
 def open_model(
@@ -137,7 +143,7 @@ def open_model(
     engine = _engine(
         run.model, run.adapted, optax.identity(), run.config, batch=run.batch
     )
-    engine._execution = run.execution
+    engine._programs.execution = run.execution
     return engine
 
 

@@ -88,7 +88,7 @@ def test_a_run_with_four_lengths_makes_four_plans_and_only_its_first_step_waits(
     with engine({}) as trained:
 
         def described(batch: Any) -> dict[str, int]:
-            trained._ahead.wait()
+            trained._runners.ahead.wait()
             lengths.append(describe(batch)["sequence_length"])
             return describe(batch)
 

@@ -48,7 +48,9 @@ def test_greedy_tokens_are_those_of_transformers_from_every_tier(
     model = hf.load(tmp_path / "model")
     with hf.open_model(model, {}, rows=4, length=16) as engine:
         assert engine.generate(PROMPTS, max_new_tokens=COUNT, rows=4) == wanted
-        assert all(x.programs.plan.is_fused for x in engine._forward._made.values())
+        assert all(
+            x.programs.plan.is_fused for x in engine._programs.made._made.values()
+        )
     for tier in Tier if name == "llama" else (Tier.NVME,):
         monkeypatch.setattr(plan.GenerationPlanner, "tiers", (tier,))
         config = on_tier(tier.name.lower(), tmp_path)
@@ -56,7 +58,7 @@ def test_greedy_tokens_are_those_of_transformers_from_every_tier(
             homes = engine.residents.homes
             assert {homes[a] for a in homes if ".0." in a.path} == {tier}
             assert engine.generate(PROMPTS, max_new_tokens=COUNT, rows=4) == wanted
-            for made in engine._forward._made.values():
+            for made in engine._programs.made._made.values():
                 if not isinstance(made, plan.Generation):
                     continue
                 # Keys and values of two layers, and the number of slots in use.

@@ -118,8 +118,8 @@ def test_a_tied_table_larger_than_memory_trains_and_generates(adapter, tmp_path)
         given = one | ({} if adapter is None else {"adapter": adapter})
         model = hf.load(tmp_path / "model")
         with hf.initialize(model, optax.adamw(1e-2), given, batch=BATCH) as engine:
-            assert isinstance(engine._current, StreamedRunner)
-            tilings = engine._current.passes.program.tilings
+            assert isinstance(engine._runners.current, StreamedRunner)
+            tilings = engine._runners.current.passes.program.tilings
             tiled.append(any(t.path.endswith(TABLE) for t in tilings))
             losses.append([engine.step(BATCH)["loss"] for _ in range(2)])
             if one is whole:

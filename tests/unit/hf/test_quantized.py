@@ -71,7 +71,7 @@ def test_logits_are_those_of_weights_that_are_rounded_by_hand(
         config = quantizing(tier, tmp_path, num_bits=bits, symmetric=symmetric)
         with hf.open_model(model, config, rows=4, length=16) as engine:
             texts.append(engine.generate(PROMPTS, max_new_tokens=8, rows=4))
-            made = list(engine._forward._made.values())[-1]
+            made = list(engine._programs.made._made.values())[-1]
             plan = engine.plan
             if tier == "nvme":
                 found = engine.apply(engine.adapted.applied(model.logits), batch)

@@ -58,7 +58,7 @@ def planner(engine):
 
 def test_the_plans_are_those_that_generation_runs(engine, planner):
     engine.generate([[1] * 16] * 24, max_new_tokens=6)
-    _, ran = list(engine._forward._made.items())[-1]
+    _, ran = list(engine._programs.made._made.items())[-1]
     (found,) = forecasts(planner, (24,), **LENGTHS)
     assert isinstance(found, Forecast)
     ran = planner.repeated(ran, 3)

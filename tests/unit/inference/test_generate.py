@@ -115,7 +115,7 @@ def used_bytes(engine):
 
 def programs(engine):
     """The programs that the engine used last: fused ones, or a prefill and a decode."""
-    return list(engine._forward._made.values())[-1]
+    return list(engine._programs.made._made.values())[-1]
 
 
 def spied(engine, name):
@@ -128,9 +128,9 @@ def spied(engine, name):
         found.append((arguments, result))
         return result
 
-    key = list(engine._forward._made)[-1]
+    key = list(engine._programs.made._made)[-1]
     instead = replace(made, programs=replace(made.programs, **{name: called}))
-    engine._forward._made[key] = instead
+    engine._programs.made._made[key] = instead
     return found
 
 
@@ -183,7 +183,7 @@ def test_fused_tokens_are_those_of_streamed_programs(how, count, engine, streami
         )
         assert found == wanted
     assert len(ended) == 2 * sum(map(len, wanted))
-    assert engine._forward and "everything fits" in programs(engine).why
+    assert engine._programs.made and "everything fits" in programs(engine).why
 
 
 @pytest.mark.slow
@@ -248,7 +248,9 @@ def test_fused_programs_keep_the_budget_or_are_not_taken(engine):
             tight.stores.reset_peaks()
             assert tight.generate(PROMPTS, max_new_tokens=6) == wanted
             assert tight.stores.peak_bytes(Tier.DEVICE) <= budget
-            [made] = [x for x in tight._forward._made.values() if hasattr(x, "why")]
+            [made] = [
+                x for x in tight._programs.made._made.values() if hasattr(x, "why")
+            ]
             assert why in made.why
 
 
@@ -293,7 +295,7 @@ def test_later_calls_compile_nothing_and_nothing_grows(name, request):
     def call(i):
         prompts, key = RNG.integers(0, 97, (1 + i % 20, 1 + i % 16)), jax.random.key(i)
         engine.generate(prompts, max_new_tokens=2, key=key, temperature=0.9)
-        return used_bytes(engine), len(engine._forward._made)
+        return used_bytes(engine), len(engine._programs.made._made)
 
     # Every number of microbatches, and a prompt of every length.
     before = [call(i) for i in range(20)][-1]

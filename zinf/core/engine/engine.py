@@ -13,12 +13,9 @@ from typing import Any, Self, overload
 from weakref import WeakSet, finalize
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zinf.checkpoint import Place, as_place, read_arrays, write_arrays
-from zinf.core.engine.ahead import Ahead
-from zinf.core.engine.condition import Condition
 from zinf.core.engine.metrics import step_metrics
 from zinf.core.engine.named import (
     GRADIENT,
@@ -28,14 +25,13 @@ from zinf.core.engine.named import (
     read_named,
     writes_of,
 )
-from zinf.core.engine.pending_save import PendingSave
+from zinf.core.engine.programs import Programs
 from zinf.core.engine.random_key import (
     key_from_json,
     key_to_json,
-    microbatch_keys,
     step_keys,
 )
-from zinf.core.engine.recent import Recent, SameFunction
+from zinf.core.engine.runners import Runners
 from zinf.core.engine.scalars import Scalars
 from zinf.core.engine.state import (
     initialize_arrays,
@@ -48,38 +44,25 @@ from zinf.core.memory import Residents, Stores, close_when_dropped
 from zinf.core.optim.decision import MIXED
 from zinf.core.plan import Plan
 from zinf.core.problem.weighted import Weighted
-from zinf.core.segment import user_function
 from zinf.core.step.batch import (
-    batch_spec,
     check_values,
-    signature,
-    with_shapes_before,
 )
-from zinf.core.step.forward import check_rows_of_outputs, plan_forward
 from zinf.core.step.planner import Planner
 from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.step.run.calibrate import StepsBesideRates
-from zinf.core.step.run.evaluation import evaluation_by_segment
-from zinf.core.step.run.forward import ForwardRunner, joined
 from zinf.core.step.run.run import StepRecord
-from zinf.core.step.run.runner import AbstractRunner, Evaluate, switch
-from zinf.core.step.setup import AtRest
+from zinf.core.step.run.runner import AbstractRunner, Evaluate
 from zinf.inference import (
     ROWS,
     Asked,
     Decoder,
-    GenerationPlanner,
     Sampling,
     Scored,
     Scores,
-    Written,
-    complete,
 )
 
 logger = logging.getLogger(__name__)
 _ENGINES: WeakSet["Engine"] = WeakSet()
-# Forward-only programs whose executables an engine keeps.
-MAX_FORWARD = 32
 
 
 class Engine:
@@ -98,15 +81,16 @@ class Engine:
         last_step: the bytes that the latest step moved, and when each instruction ran.
     """
 
-    stores: Stores
-    _residents: Residents
     _closing: finalize
 
     def __init__(self, planner: Planner, rng: jax.Array | None):
         # No attribute may refer back to the engine: a dropped engine would then keep
         # its tiers until the next garbage collection.
         self.planner, self.config, self.rng = planner, planner.config, rng
-        self._pending_save = PendingSave()
+        self._runners = Runners(planner)
+        self._condition = self._runners.condition
+        # An engine that only runs a model streams its "steps", and not its texts.
+        self._programs = Programs(self._runners, self.config.execution)
         self._turn = Turn(planner.problem.modes)
         self.last_step = StepRecord()
         self._scalars = Scalars(
@@ -114,15 +98,8 @@ class Engine:
             self.config.loss_scaling,
             max_skipped=self.config.skip_nonfinite,
         )
-        self._runners: dict[tuple, AbstractRunner] = {}
-        self._ahead = Ahead()
-        self._forward: Recent[Any] = Recent(MAX_FORWARD)
-        self._current: AbstractRunner | None = None
         self._restore_from: tuple[Place, bool] | None = None
-        self._condition = Condition()
         self._has_warned = False
-        # Of generation. An engine that only runs a model streams its "steps".
-        self._execution: str = self.config.execution
         self._beside_rates = StepsBesideRates()
         _ENGINES.add(self)
 
@@ -131,17 +108,22 @@ class Engine:
         return self._scalars.num_steps
 
     @property
+    def stores(self) -> Stores:
+        """The stores of all tiers; they exist from the first batch on."""
+        return self._runners.stores
+
+    @property
     def pending_save(self) -> Future[None] | None:
         """The save that still reads arrays, if any.
 
         A fused step waits for the whole save; a streamed step waits for each array that
         it changes (`Holds`).
         """
-        return self._pending_save.future
+        return self._runners.pending_save.future
 
     @pending_save.setter
     def pending_save(self, save: Future[None] | None) -> None:
-        self._pending_save.future = save
+        self._runners.pending_save.future = save
 
     @property
     def residents(self) -> Residents:
@@ -155,17 +137,17 @@ class Engine:
     @property
     def is_placed(self) -> bool:
         """Whether every array has a home, as it has from the first batch on."""
-        return self._current is not None
+        return self._runners.current is not None
 
     @property
     def plan(self) -> Plan:
         """The plan for the shape of the latest batch; `print` shows every transfer."""
-        if self._current is None:
+        if self._runners.current is None:
             raise ValueError(
                 "The plan depends on the shape of the batch, and none was given yet. "
                 "Pass batch= to zinf.initialize, or take a step first."
             )
-        return self._current.plan
+        return self._runners.current.plan
 
     def step(self, batch: Any) -> dict[str, Any]:
         """Take one optimizer step on a batch and return its metrics.
@@ -230,8 +212,8 @@ class Engine:
             check_values(batch)
             self._warn_of_randomness()
             evaluate = self._evaluation(batch, kind)
-            self._flush()
-            return evaluate(batch, self._keys(), self._placed())
+            self._runners.flush()
+            return evaluate(batch, self._keys(), self._runners.placed())
 
     def prepare_evaluation(self, batch: Any, *, kind: str = MASTER) -> None:
         """Plan and compile `evaluate` for the shape of a batch, if the shape is new.
@@ -285,7 +267,7 @@ class Engine:
                 host has no room for the outputs.
         """
         with self._turn.of("apply"):
-            return self._apply(function, batch, key, num_microbatches)
+            return self._programs.apply(function, batch, key, num_microbatches)
 
     @overload
     def generate(
@@ -368,7 +350,9 @@ class Engine:
                 scores=scores,
             )
             how = Sampling(temperature=temperature, **sampling)
-            texts = self._generate(prompts, self._decoder(decoder), how, asked, key)
+            rest = how, asked, key, self._of_params()
+            decoder = self._decoder(decoder)
+            texts = self._programs.generate(prompts, decoder, *rest)
             if scores is not None:
                 return [text.scored() for text in texts]
             return [text.tokens for text in texts]
@@ -399,7 +383,7 @@ class Engine:
         `residents` do this first.
         """
         with self._turn.of("flush"):
-            self._flush()
+            self._runners.flush()
 
     def params(self) -> Any:
         """The whole parameter pytree on the host, with masters where there are any."""
@@ -497,7 +481,7 @@ class Engine:
                 self._condition.check()
                 self._restore_from = as_place(directory), verify
                 return
-            self._pending_save.wait()
+            self._runners.pending_save.wait()
             self._read_state(as_place(directory), verify)
 
     def scalars(self) -> dict[str, Any]:
@@ -516,7 +500,7 @@ class Engine:
 
     def before_update(self) -> None:
         """Wait for a save that still reads the arrays."""
-        self._pending_save.wait()
+        self._runners.pending_save.wait()
 
     def close(self) -> None:
         """Free every tier, after a save in progress is complete.
@@ -529,19 +513,16 @@ class Engine:
                 "This engine was closed. Make another: zinf.initialize."
             )
             if self.is_placed:
-                self._ahead.close()
-                self._pending_save.close(self.stores)
+                self._runners.close()
                 self._closing.detach()
-                self._runners.clear()
-                self._forward.clear()
-                self._current = None
+                self._programs.made.clear()
 
     def __repr__(self) -> str:
         return f"<Engine: {self._brief()}>"
 
     def _repr_html_(self) -> str:
         """For notebooks: the steps taken, and the tables of the plan."""
-        current = self._current
+        current = self._runners.current
         brief, tables = self._brief(), ""
         if current is not None:
             # The tables begin with what the plan says of itself in a line.
@@ -554,7 +535,7 @@ class Engine:
         taken = f"{self.num_steps} step{'s' * (self.num_steps != 1)} taken"
         if self._condition.refusal is not None:
             return f"{taken}; {self._condition.refusal}"
-        current = self._current
+        current = self._runners.current
         if current is None:
             return f"{taken}; it is planned when the first batch is known"
         return f"{taken}; {current.plan!r}"
@@ -576,7 +557,7 @@ class Engine:
         """
         with self._turn.of("prepare"):
             self.planner.check_batch(batch)
-            return self._prepare(batch)
+            return self._runners.prepare(batch, self._place)
 
     def prepare_ahead(self, batch: Any) -> None:
         """Have the plan for the shape of a coming batch made while steps run.
@@ -592,23 +573,7 @@ class Engine:
         with self._turn.of("prepare_ahead"):
             self._condition.check()
             self.planner.check_batch(batch)
-            shape = signature(batch)
-            if not self.is_placed or shape in self._runners or shape in self._ahead:
-                return
-            spec = self.planner.batch_spec(batch)
-            at_rest = self._at_rest()
-            # No reference to the engine: see `__init__`.
-            planner, stores, pending = self.planner, self.stores, self._pending_save
-
-            def make() -> AbstractRunner:
-                with planner.problem.modes.own():
-                    made = planner.plan(spec, at_rest)
-                    return made.runner(planner, stores, spec, pending.wait)
-
-            if planner.group.count > 1:
-                self._runners[shape] = make()
-            else:
-                self._ahead.begin(shape, make)
+            self._runners.prepare_ahead(batch)
 
     def initialize_state(self) -> None:
         """Write the initial value of every array to its home.
@@ -617,7 +582,7 @@ class Engine:
             ValueError: another process begins with other values, and no restore will
                 replace them.
         """
-        digests = initialize_arrays(self.planner, self._residents)
+        digests = initialize_arrays(self.planner, self._runners.residents)
         for name, value in self._all_scalars().items():
             digests.add_text(name, json.dumps(value))
         if self._restore_from is None:
@@ -630,7 +595,7 @@ class Engine:
         self._condition.check()
         check_values(batch)
         self.planner.check_batch(batch)
-        runner = self._prepare(batch)
+        runner = self._runners.prepare(batch, self._place)
         waited = perf_counter() - start
         self.stores.reset_peaks()
         record = self.last_step = StepRecord()
@@ -645,7 +610,7 @@ class Engine:
             )
             if self.planner.problem.state_paths and not outcome.skips:
                 problem = self.planner.problem
-                write_model_state(self._residents, problem, outcome, record)
+                write_model_state(self._runners.residents, problem, outcome, record)
         self._beside_rates.see(record)
         seconds = perf_counter() - start
         metrics = step_metrics(
@@ -659,8 +624,8 @@ class Engine:
     def _gradient(self, path: str) -> np.ndarray:
         check_path(self.planner, path)
         found = None
-        if self._current is not None:
-            found = self._current.gradient(path)
+        if self._runners.current is not None:
+            found = self._runners.current.gradient(path)
         if found is None:
             raise ValueError(
                 f"The gradient of {path!r} is not kept: there was no step, or its "
@@ -680,64 +645,13 @@ class Engine:
                 "or a loss_fn with a parameter `train`, to evaluate without."
             )
 
-    def _flush(self) -> None:
-        if self._current is not None:
-            record = StepRecord()
-            with self._condition.updating("What a step left to do", record):
-                self._current.flush(record)
-
     def _evaluation(self, batch: Any, kind: str) -> Evaluate:
         """The evaluation of batches of one shape; the first batch places all state."""
         averages = None if kind == MASTER else averages_of(self.planner, kind)
-        current = self._current or self._prepare(batch)
-        shape = signature(batch)
-
-        def make() -> Evaluate:
-            spec = self.planner.batch_spec(batch)
-            with with_shapes_before(batch, self._runners):
-                if averages is None:
-                    training = self._runners.get(shape, current)
-                    return training.evaluation(self.planner, spec)
-                rest = self.planner, self.stores, spec, self._at_rest()
-                return evaluation_by_segment(*rest, averages=averages)
-
-        return self._forward.get(("evaluate", kind, shape), make)
-
-    def _apply(
-        self,
-        function: Callable,
-        batch: Any,
-        key: jax.Array | None,
-        num_microbatches: int,
-        of_params: Callable[[Callable], Callable] | None = None,
-    ) -> Any:
-        """`apply`; for `of_params` see `user_function`."""
-        self._condition.check()
-        check_values(batch)
-        current = self._placed()
-
-        def make() -> ForwardRunner:
-            rest = num_microbatches, self.planner.num_shares
-            spec = batch_spec(batch, *rest, setting="num_microbatches")
-            found = user_function(function, self.planner.problem, key, of_params)
-            forward = plan_forward(
-                self.planner,
-                found,
-                spec,
-                self._at_rest(),
-                num_microbatches=num_microbatches,
-            )
-            if num_microbatches > 1:
-                check_rows_of_outputs(forward, spec, found.name)
-            return ForwardRunner(forward, self.stores, spec)
-
-        kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
-        named = SameFunction(function), kind, num_microbatches, signature(batch)
-        runner = self._forward.get(named, make)
-        self._flush()
-        keys = [] if key is None else microbatch_keys(key, num_microbatches)
-        outputs = runner.outputs(runner.run(batch, keys, current))
-        return joined(outputs, self.planner.num_shares)
+        current = self._runners.current
+        if current is None:
+            current = self._runners.prepare(batch, self._place)
+        return self._programs.evaluation(batch, kind, averages, current)
 
     def _of_params(self) -> Callable[[Callable], Callable] | None:
         """For an engine of modules: see `user_function`."""
@@ -763,90 +677,21 @@ class Engine:
             "tokens. Use engine.apply with a function that returns log-probabilities."
         )
 
-    def _generate(
-        self,
-        prompts: Sequence[Any],
-        decoder: Decoder,
-        sampling: Sampling,
-        asked: Asked,
-        key: jax.Array | None,
-    ) -> list[Written]:
-        self._condition.check()
-        current = self._placed()
-        if key is None and not sampling.is_greedy:
-            raise ValueError(
-                f"With temperature = {sampling.temperature} tokens are drawn: pass "
-                "key=jax.random.key(0), or temperature=0."
-            )
-        problem, of_params = self.planner.problem, self._of_params()
-        planner = GenerationPlanner(
-            self.planner,
-            self._at_rest(),
-            decoder,
-            sampling,
-            lambda f: problem.bound(f if of_params is None else of_params(f)),
-            jax.random.key(0) if key is None else key.reshape(-1)[0],
-            self._execution,
-            asked.scores,
-        )
-        how = sampling.steps, str(planner.key.dtype), asked.scores
-        same = SameFunction(decoder.apply), *how
-        self._flush()
-        return complete(
-            prompts,
-            asked,
-            planner,
-            key,
-            self.stores,
-            current,
-            lambda which, make: self._forward.get((*same, which), make),
-        )
-
-    def _placed(self) -> AbstractRunner:
-        """The current runner, which exists from the first batch on."""
-        if self._current is None:
-            raise ValueError(
-                "Arrays have their places when the first batch is known, and none was "
-                "given yet. Pass batch= to zinf.initialize, or take a step first."
-            )
-        return self._current
-
     def _current_residents(self) -> Residents:
-        self._placed()
-        self._flush()
-        return self._residents
-
-    def _prepare(self, batch: Any) -> AbstractRunner:
-        shape = signature(batch)
-        if self._runners.get(shape) is not self._current:
-            self._flush()
-        if shape not in self._runners:
-            with with_shapes_before(batch, self._runners):
-                self._runners[shape] = self._ahead.take(shape) or self._make(batch)
-        self._current = switch(self._current, self._runners[shape])
-        return self._current
-
-    def _make(self, batch: Any) -> AbstractRunner:
-        spec = self.planner.batch_spec(batch)
-        made = self.planner.plan(spec, self._at_rest() if self.is_placed else None)
-        if not self.is_placed:
-            self._place(made)
-        wait = self._pending_save.wait
-        return made.runner(self.planner, self.stores, spec, wait)
-
-    def _at_rest(self) -> AtRest:
-        """Where the arrays rest, once they are placed."""
-        residents = self._residents
-        is_in_stacks = self.stores.stacks is not None
-        return AtRest(residents.homes, residents.layouts, is_in_stacks)
+        self._runners.placed()
+        self._runners.flush()
+        return self._runners.residents
 
     def _place(self, made: AbstractPrepared) -> None:
         plan, layouts = made.plan, made.layouts
         stores = made.open_stores(self.planner)
-        close = self._pending_save.close
-        self.stores, self._closing = stores, close_when_dropped(self, close, stores)
+        close = self._runners.pending_save.close
+        self._runners.stores = stores
+        self._closing = close_when_dropped(self, close, stores)
         try:
-            self._residents = make_residents(self.stores, self.planner, plan, layouts)
+            self._runners.residents = make_residents(
+                self.stores, self.planner, plan, layouts
+            )
             self.initialize_state()
             if self._restore_from is not None:
                 self._read_state(*self._restore_from)
@@ -859,10 +704,12 @@ class Engine:
         def take(scalars: Mapping[str, Any]) -> None:
             self._take_scalars(scalars)
             self._condition.end(f"A restore failed half-way. {MIXED}")
-            if self._current is not None:
-                self._current.drop_pending()
+            if self._runners.current is not None:
+                self._runners.current.drop_pending()
 
-        read_arrays(directory, self._residents, take_scalars=take, verify=verify)
+        read_arrays(
+            directory, self._runners.residents, take_scalars=take, verify=verify
+        )
         self._condition.mend()
 
     def _all_scalars(self) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""Programs over the arrays of a run that take no step: evaluation, functions, texts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.core.engine.random_key import microbatch_keys
+from zinf.core.engine.recent import Recent, SameFunction
+from zinf.core.engine.runners import Runners
+from zinf.core.optim.separate import State
+from zinf.core.segment import user_function
+from zinf.core.step.batch import (
+    batch_spec,
+    check_values,
+    signature,
+    with_shapes_before,
+)
+from zinf.core.step.forward import check_rows_of_outputs, plan_forward
+from zinf.core.step.run.evaluation import evaluation_by_segment
+from zinf.core.step.run.forward import ForwardRunner, joined
+from zinf.core.step.run.runner import AbstractRunner, Evaluate
+from zinf.inference import (
+    Asked,
+    Decoder,
+    GenerationPlanner,
+    Sampling,
+    Written,
+    complete,
+)
+
+# Forward-only programs whose executables an engine keeps.
+MAX_FORWARD = 32
+# Turns a function of the user's model into one of its parameters; see `user_function`.
+OfParams = Callable[[Callable], Callable] | None
+
+
+class Programs:
+    """The programs of a run that only run forward, with their executables.
+
+    Attributes:
+        made: the latest of them.
+        execution: of generation, "auto" or as the config asks.
+    """
+
+    def __init__(self, runners: Runners, execution: str) -> None:
+        self.runners, self.planner = runners, runners.planner
+        self.made: Recent[Any] = Recent(MAX_FORWARD)
+        self.execution = execution
+
+    def evaluation(
+        self,
+        batch: Any,
+        kind: str,
+        averages: Mapping[str, State] | None,
+        current: AbstractRunner,
+    ) -> Evaluate:
+        """The evaluation of batches of one shape, with weights of a kind.
+
+        Args:
+            averages: of a kind that is not "master": what is read in their place.
+        """
+        shape, by_shape = signature(batch), self.runners.by_shape
+
+        def make() -> Evaluate:
+            spec = self.planner.batch_spec(batch)
+            with with_shapes_before(batch, by_shape):
+                if averages is None:
+                    training = by_shape.get(shape, current)
+                    return training.evaluation(self.planner, spec)
+                rest = self.planner, self.runners.stores, spec, self.runners.at_rest()
+                return evaluation_by_segment(*rest, averages=averages)
+
+        return self.made.get(("evaluate", kind, shape), make)
+
+    def apply(
+        self,
+        function: Callable,
+        batch: Any,
+        key: jax.Array | None,
+        num_microbatches: int,
+        of_params: OfParams = None,
+    ) -> Any:
+        """See `Engine.apply`."""
+        self.runners.condition.check()
+        check_values(batch)
+        current = self.runners.placed()
+
+        def make() -> ForwardRunner:
+            rest = num_microbatches, self.planner.num_shares
+            spec = batch_spec(batch, *rest, setting="num_microbatches")
+            found = user_function(function, self.planner.problem, key, of_params)
+            forward = plan_forward(
+                self.planner,
+                found,
+                spec,
+                self.runners.at_rest(),
+                num_microbatches=num_microbatches,
+            )
+            if num_microbatches > 1:
+                check_rows_of_outputs(forward, spec, found.name)
+            return ForwardRunner(forward, self.runners.stores, spec)
+
+        kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
+        named = SameFunction(function), kind, num_microbatches, signature(batch)
+        runner = self.made.get(named, make)
+        self.runners.flush()
+        keys = [] if key is None else microbatch_keys(key, num_microbatches)
+        outputs = runner.outputs(runner.run(batch, keys, current))
+        return joined(outputs, self.planner.num_shares)
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        decoder: Decoder,
+        sampling: Sampling,
+        asked: Asked,
+        key: jax.Array | None,
+        of_params: OfParams = None,
+    ) -> list[Written]:
+        """See `Engine.generate`."""
+        self.runners.condition.check()
+        current = self.runners.placed()
+        if key is None and not sampling.is_greedy:
+            raise ValueError(
+                f"With temperature = {sampling.temperature} tokens are drawn: pass "
+                "key=jax.random.key(0), or temperature=0."
+            )
+        problem = self.planner.problem
+        planner = GenerationPlanner(
+            self.planner,
+            self.runners.at_rest(),
+            decoder,
+            sampling,
+            lambda f: problem.bound(f if of_params is None else of_params(f)),
+            jax.random.key(0) if key is None else key.reshape(-1)[0],
+            self.execution,
+            asked.scores,
+        )
+        how = sampling.steps, str(planner.key.dtype), asked.scores
+        same = SameFunction(decoder.apply), *how
+        self.runners.flush()
+        return complete(
+            prompts,
+            asked,
+            planner,
+            key,
+            self.runners.stores,
+            current,
+            lambda which, make: self.made.get((*same, which), make),
+        )
