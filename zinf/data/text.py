@@ -167,10 +167,6 @@ def split_windows(
 def text_dataset(
     paths: Sequence[str],
     *,
-    glob: str | None = None,
-    field: str = "text",
-    bin_dtype: str = "uint16",
-    cache: Path | None = None,
     sequence_length: int,
     batch_size: int,
     seed: int,
@@ -182,7 +178,7 @@ def text_dataset(
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
     metrics: Callable[[int, dict[str, Any]], Sequence[Metric]] | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    **reading: Any,
 ) -> grain.IterDataset:
     """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} from files.
 
@@ -191,8 +187,7 @@ def text_dataset(
     `set_state()` the same batches follow, if the files have not changed.
 
     Args:
-        paths, glob: See `find_files`.
-        field, bin_dtype, cache: See `read_tokens`.
+        paths: See `find_files`.
         sequence_length: Number of tokens that a window predicts.
         batch_size: Windows per optimizer step, over all microbatches and devices.
         seed: Seed of the shuffling. Each epoch has another order.
@@ -211,18 +206,15 @@ def text_dataset(
         metrics: from the number of samples, and what `TokenWindows.about` tells of
             them, to their difficulties: each step draws samples that are easy enough;
             see `CurriculumSamples`.
-        say: Called with lines on which files are read and which are skipped.
+        reading: `glob`, `field`, `bin_dtype`, `cache` and `say` of `read_tokens`.
 
     Raises:
         FileNotFoundError, ValueError: See `read_tokens`. ValueError also if the split
             has too few tokens for one batch (for a window, if batches are filled), or a
             batch does not divide (see `Share`).
     """
-    tokens = read_tokens(
-        paths, glob=glob, field=field, bin_dtype=bin_dtype, cache=cache, say=say
-    )
     windows = split_windows(
-        tokens,
+        read_tokens(paths, **reading),
         sequence_length=sequence_length,
         split=split,
         validation_fraction=validation_fraction,

@@ -70,8 +70,8 @@ class RunRecord(BaseModel):
 
     version: Literal[1] = 1
     title: str
-    begun: str | None
-    after_step: int = Field(ge=0)
+    begun: str | None = None
+    after_step: int = Field(default=0, ge=0)
     num_tokens: int
     num_steps: int
     config: dict[str, Any]
@@ -111,20 +111,16 @@ class RunRecord(BaseModel):
         num_tokens: int,
         devices: str,
         has_measured_rates: bool,
-        begun: str | None = None,
-        after_step: int = 0,
         **of_run: Any,
     ) -> Self:
         """The record of a config and its plan, with the versions of this process.
 
         Args:
             devices: number and kind of the devices, such as "1 of cpu".
-            of_run: `decides`, `changes`, `metrics` and `trace` of a run.
+            of_run: the fields of a run: `begun`, `after_step`, `decides`, ...
         """
         return cls(
             title=title,
-            begun=begun,
-            after_step=after_step,
             num_tokens=num_tokens,
             num_steps=config.run.steps,
             config=config.model_dump(mode="json"),

@@ -81,14 +81,9 @@ def attention(
     )
     if q_segments is not None and k_segments is None and q.shape[1] == k.shape[1]:
         k_segments = q_segments
-    given = dict(
-        zip(
-            OPTIONAL,
-            (q_segments, k_segments, q_positions, k_positions, mask, bias, sinks)
-            + (dropout_key if dropout else None,),
-            strict=True,
-        )
-    )
+    key = dropout_key if dropout else None
+    rest = q_segments, k_segments, q_positions, k_positions, mask, bias, sinks, key
+    given = dict(zip(OPTIONAL, rest, strict=True))
     operands = {"q": q, "k": k, "v": v}
     operands |= {name: x for name, x in given.items() if x is not None}
     _check(spec, operands)

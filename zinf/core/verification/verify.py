@@ -87,13 +87,7 @@ def verify(
         ValueError: as for `zinf.initialize`, or the model is too large to train in
             plain jax on one device.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}; at least one step is compared.")
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"zinf.verify compares in one process, and jax runs {jax.process_count()}. "
-            "Start it alone; `mesh` may have all devices of this process."
-        )
+    _refuse_calls(num_steps)
     if tx is None:
         tx, config = optimizer_of(config)
     config, mesh = on_devices(config, mesh)
@@ -105,17 +99,7 @@ def verify(
         "mesh": mesh,
     }
     problem = make_planner(loss_fn, params, tx, config, **options).problem
-    plain = PlainTraining(
-        for_training(loss_fn),
-        tx,
-        {p: s for p, s in problem.params.items() if not p.startswith(STATE_PREFIX)},
-        jax.tree.structure(problem.abstract_params),
-        has_aux=has_aux,
-        has_state=model_state is not None,
-        clip_bound=config.clip_norm,
-        averages_microbatches=config.loss_average == "microbatches",
-        state_rules=problem.state_rules,
-    )
+    plain = _plain_training(problem, loss_fn, tx, config, has_aux=has_aux)
     device = local_devices(mesh)[0]
     steps = _steps(batch, rng, config.num_microbatches, num_steps)
     _refuse_large(plain, device)
@@ -145,6 +129,33 @@ def verify(
         tuple(check_losses(streamed.losses, losses, perturbed)),
         tuple(_compare(problem, streamed, gradients, plains, unit)),
         (_versions(mesh), streamed.setting),
+    )
+
+
+def _refuse_calls(num_steps: int) -> None:
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}; at least one step is compared.")
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"zinf.verify compares in one process, and jax runs {jax.process_count()}. "
+            "Start it alone; `mesh` may have all devices of this process."
+        )
+
+
+def _plain_training(
+    problem: Problem, loss_fn: Callable, tx: Any, config: Config, *, has_aux: bool
+) -> PlainTraining:
+    """The same training in plain jax and optax."""
+    return PlainTraining(
+        for_training(loss_fn),
+        tx,
+        {p: s for p, s in problem.params.items() if not p.startswith(STATE_PREFIX)},
+        jax.tree.structure(problem.abstract_params),
+        has_aux=has_aux,
+        has_state=problem.has_state,
+        clip_bound=config.clip_norm,
+        averages_microbatches=config.loss_average == "microbatches",
+        state_rules=problem.state_rules,
     )
 
 
