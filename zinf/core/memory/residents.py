@@ -70,12 +70,7 @@ class Residents:
         if array.rows and not self.layouts.of(array.whole).has_whole_rows:
             self._write_cut_rows(array, content)
             return
-        start = array.rows[0] if array.rows else 0
-        for piece, wanted in self._overlaps(array):
-            part = content
-            if wanted != array:
-                assert wanted.rows is not None
-                part = content[wanted.rows[0] - start : wanted.rows[1] - start]
+        for piece, wanted, part in self._parts(array, content):
             share = self.layouts.of(wanted).take_share(part)
             self._write_share(piece, wanted, share)
 
@@ -104,12 +99,7 @@ class Residents:
         written. Writing it is a collective: all processes must write the same arrays in
         the same order.
         """
-        start = array.rows[0] if array.rows else 0
-        for piece, wanted in self._overlaps(array):
-            part = content
-            if wanted != array:
-                assert wanted.rows is not None
-                part = content[wanted.rows[0] - start : wanted.rows[1] - start]
+        for piece, wanted, part in self._parts(array, content):
             self._write_share(piece, wanted, part)
 
     def _share_rows(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
@@ -169,6 +159,18 @@ class Residents:
             content = in_device_form(to_devices([share], [layout])[0], layout)
             content = donatable(content)
         self.stores[tier].write(wanted, content).result()
+
+    def _parts(
+        self, array: ArrayId, content: np.ndarray
+    ) -> Iterator[tuple[ArrayId, ArrayId, np.ndarray]]:
+        """`_overlaps(array)`, each with its rows of `content`."""
+        start = array.rows[0] if array.rows else 0
+        for piece, wanted in self._overlaps(array):
+            part = content
+            if wanted != array:
+                assert wanted.rows is not None
+                part = content[wanted.rows[0] - start : wanted.rows[1] - start]
+            yield piece, wanted, part
 
     def _overlaps(self, array: ArrayId) -> Iterator[tuple[ArrayId, ArrayId]]:
         """`(piece, the rows of it that belong to array)`, in order."""

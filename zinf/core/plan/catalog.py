@@ -125,7 +125,7 @@ class Catalog:
         num_contributions: see `count_contributions`.
         keeping: residuals of the segments that can save some, by number.
         device_parts: bytes of one device's part over those of the process's share, by
-            `ArrayId.lies_as`, for arrays where this fraction is not 1.
+            `ArrayId.layout_array`, for arrays where this fraction is not 1.
         exchange: `(forward, backward)` bytes that each segment sends between devices;
             empty on one device.
         norm_classes: classes of leaves by path, from 1, if norms are taken of some
@@ -149,8 +149,8 @@ class Catalog:
 
     def kept_segments(self, num_kept: int) -> frozenset[int]:
         """The segments that save residuals: the last ones, which need them soonest."""
-        able = sorted(self.keeping)
-        return frozenset(able[len(able) - num_kept :] if num_kept else ())
+        numbers = sorted(self.keeping)
+        return frozenset(numbers[len(numbers) - num_kept :] if num_kept else ())
 
     def residuals(self, k: int, microbatch: int) -> tuple[ArrayId, ...]:
         """The names of the residuals that segment `k` saves for a microbatch."""
@@ -201,7 +201,7 @@ class Catalog:
         if found is None:
             found = self._share_bytes(array)
             if tier == Tier.DEVICE and self.device_parts:
-                found = int(found * self.device_parts.get(array.lies_as, 1))
+                found = int(found * self.device_parts.get(array.layout_array, 1))
             self._found_bytes[array, tier] = found
         return found
 
@@ -209,7 +209,7 @@ class Catalog:
         found = self._temporary_bytes.get((array.role, array.path))
         if found is not None:
             return found
-        if array.role.lies_as == Role.GRADIENT:
+        if array.role.layout_role == Role.GRADIENT:
             spec = self.param_spec(array)
             counted = {(array.path, rows) for rows in (array.rows, None)}
             accumulates = any(self.num_contributions[key] > 1 for key in counted)

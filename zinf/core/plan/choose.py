@@ -144,6 +144,16 @@ def whole(arranged: Arrangement) -> Arrangement:
     return replace(arranged, first=first, flush=flush, pending=pending)
 
 
+def whole_or(best: Arrangement, found: Arrangement) -> Arrangement:
+    """`whole(found)`; `best` if that does not fit, or nothing else was found."""
+    if found is best:
+        return best
+    try:
+        return whole(found)
+    except InfeasibleError:
+        return best
+
+
 def prove(arranged: Arrangement) -> None:
     """Raise PlanError unless `check` proves the plans of an arrangement.
 
@@ -251,11 +261,11 @@ class Search:
         raise proven(*min(failures, key=lambda failed: failed[0].missing_bytes))
 
     @property
-    def able(self) -> tuple[int, ...]:
+    def may_keep(self) -> tuple[int, ...]:
         """The segments that could save residuals if memory were unlimited."""
         segments = self.catalog.program.segments[:-1]
-        able = [k for k, s in enumerate(segments) if s.has_backward and not s.row_sums]
-        return tuple(able) if self.choices.keepings else ()
+        found = [k for k, s in enumerate(segments) if s.has_backward and not s.row_sums]
+        return tuple(found) if self.choices.keepings else ()
 
     def recomputing_seconds(self, arranged: Arrangement) -> float:
         """Device seconds in which segments that could save residuals compute again.
@@ -265,7 +275,7 @@ class Search:
         """
         kept = arranged.catalog.kept_segments(arranged.options.num_kept)
         segments = self.catalog.program.segments
-        flops = sum(segments[k].flops for k in self.able if k not in kept)
+        flops = sum(segments[k].flops for k in self.may_keep if k not in kept)
         flops *= self.options.num_microbatches
         return flops / arranged.catalog.rates.flops_per_second
 
@@ -298,12 +308,7 @@ class Search:
             return best
         every = frozenset(range(len(best.units)))
         for deferred in (every, not_read_first(best.units, best.catalog)):
-            found = faster(best, self.attempt(best, deferred=deferred))
-            if found is not best:
-                try:
-                    best = whole(found)
-                except InfeasibleError:
-                    continue
+            best = whole_or(best, faster(best, self.attempt(best, deferred=deferred)))
         return best
 
     def with_turns(self, best: Arrangement) -> Arrangement:
@@ -322,12 +327,7 @@ class Search:
             if 0 < len(before.deferred) < len(best.units):
                 deferred = not_read_first(units, best.catalog)
             attempt = self.attempt(best, turns=turns, deferred=deferred)
-            found = faster(best, attempt)
-            if found is not best:
-                try:
-                    best = whole(found)
-                except InfeasibleError:
-                    continue
+            best = whole_or(best, faster(best, attempt))
         return best
 
     def with_residuals(self, best: Arrangement) -> Arrangement:

@@ -16,7 +16,6 @@ from zinf.core.plan.plan import Plan
 from zinf.core.plan.schedule import (
     Job,
     schedule,
-    schedule_first,
     schedule_flush,
     schedule_forward,
 )
@@ -53,7 +52,7 @@ def first_passage(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> Passage:
     """A training step before which no update is pending."""
-    jobs = schedule_first(catalog, units, options)
+    jobs = schedule(catalog, units, options, is_first=True)
     inputs, results = _boundary(jobs, catalog, options)
     left = results + _pending(catalog, units, options)
     return Passage(jobs, inputs, left)

@@ -102,7 +102,7 @@ def _fastest(
     is_long = len(filled.plan.instructions) > MAX_INSTRUCTIONS
     if slowest == plain.catalog.homes or is_long:
         return filled
-    if filled.options.num_kept == len(search.able):
+    if filled.options.num_kept == len(search.may_keep):
         return filled
     catalog = replace(plain.catalog, homes=slowest)
     spilled = search.attempt(replace(plain, catalog=catalog))

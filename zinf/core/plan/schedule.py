@@ -40,21 +40,19 @@ ROW_SUM_COPIES = 3
 
 
 def schedule(
-    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+    catalog: Catalog,
+    units: Sequence[UpdateUnit],
+    options: StepOptions,
+    *,
+    is_first: bool = False,
 ) -> list[Job]:
-    """The jobs of a training step that follows another, in order."""
-    made = _Schedule(catalog, units, options)
-    made.forward_passes(with_pending=True)
-    made.train()
-    return made.jobs
+    """The jobs of a training step, in order.
 
-
-def schedule_first(
-    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
-) -> list[Job]:
-    """The jobs of a step before which no update is pending."""
+    Args:
+        is_first: no update is pending before the step.
+    """
     made = _Schedule(catalog, units, options)
-    made.forward_passes()
+    made.forward_passes(with_pending=not is_first)
     made.train()
     return made.jobs
 

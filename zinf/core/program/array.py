@@ -41,9 +41,9 @@ class Role(StrEnum):
         return TOTALS.get(self)
 
     @property
-    def lies_as(self) -> "Role":
+    def layout_role(self) -> "Role":
         """The role whose arrays are sharded on the devices like arrays of this role."""
-        return LIES_AS.get(self, self)
+        return LAYOUT_ROLES.get(self, self)
 
 
 PARTS = {
@@ -51,7 +51,7 @@ PARTS = {
     Role.GRADIENT: Role.GRADIENT_PART,
 }
 TOTALS = {part: total for total, part in PARTS.items()}
-LIES_AS = {
+LAYOUT_ROLES = {
     Role.CONST: Role.VALUE,
     Role.CACHE: Role.VALUE,
     Role.COTANGENT: Role.VALUE,
@@ -197,6 +197,6 @@ class ArrayId(metaclass=_Interned):
         return ArrayId(role, self.path, self.rows, self.microbatch)
 
     @property
-    def lies_as(self) -> "ArrayId":
+    def layout_array(self) -> "ArrayId":
         """The whole array that is sharded on the devices like this one or its whole."""
-        return ArrayId(self.role.lies_as, self.path, slot=self.slot)
+        return ArrayId(self.role.layout_role, self.path, slot=self.slot)

@@ -60,7 +60,7 @@ class Layouts:
 
     def of(self, array: ArrayId) -> Layout:
         """The layout of an array, which may be rows of another."""
-        match array.role.lies_as:
+        match array.role.layout_role:
             case Role.VALUE:
                 return self.values[array.path]
             case Role.NORM:
@@ -125,7 +125,7 @@ class Layouts:
     def device_parts(self) -> dict[ArrayId, Fraction]:
         """The size of one device's part of each array over that of the process's share.
 
-        The keys are `ArrayId.lies_as`; fractions of 1 are left out.
+        The keys are `ArrayId.layout_array`; fractions of 1 are left out.
         """
         layouts = {
             **{ArrayId(Role.VALUE, n): layout for n, layout in self.values.items()},

@@ -57,14 +57,14 @@ def jointly_and_singly(
 def _joint(
     updates: Updates, unit: UpdateUnit, homes: Mapping[ArrayId, Tier]
 ) -> dict[Group, JointUpdate]:
-    able = [
+    joinable = [
         update
         for update in unit.arrays
         if unit.tier == Tier.DEVICE and _may_be_joint(updates, update, homes)
     ]
     steps = updates.steps[Tier.DEVICE]
     found = {}
-    for some in _groups({u: steps[u].workspace_bytes for u in able}):
+    for some in _groups({u: steps[u].workspace_bytes for u in joinable}):
         step = updates.joint([steps[u] for u in some])
         # The joint executable may need more workspace than the sum of the single ones.
         if step.workspace_bytes <= unit.workspace_bytes:

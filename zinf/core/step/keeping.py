@@ -17,9 +17,9 @@ def what_may_be_kept(
     Args:
         is_selective: recompute matmuls that are cheap for their size, save the rest.
     """
-    able = {k: s for k, s in enumerate(segments[:-1]) if s.spec.has_backward}
+    may_keep = {k: s for k, s in enumerate(segments[:-1]) if s.spec.has_backward}
     found = {}
-    for k, segment in able.items():
+    for k, segment in may_keep.items():
         if is_selective:
             segment = segment.selective()
         residuals = segment.residuals()

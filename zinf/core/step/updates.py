@@ -190,7 +190,7 @@ class Updates:
         tier: Tier,
         gradient: Any,
         operands: Sequence[Any],
-        goes_by: Pending,
+        decided: Pending,
     ) -> Sequence[Any]:
         """Compute new values of `update.results` on the tier; complete on return."""
         step = self.steps[tier][update]
@@ -199,14 +199,14 @@ class Updates:
         arguments = [gradient, *operands]
         if tier == Tier.HOST:
             arguments = jax.device_put(arguments, self.cpu)
-        results = step(goes_by.factor, goes_by.step_values, *arguments)
+        results = step(decided.factor, decided.step_values, *arguments)
         return jax.block_until_ready(results)
 
     def apply_in_place(
         self,
         update: ArrayUpdate,
         gradient: np.ndarray,
-        goes_by: Pending,
+        decided: Pending,
         *results: np.ndarray,
     ) -> None:
         """Overwrite `update.results` with their new values.
@@ -215,7 +215,7 @@ class Updates:
             results: the host memory of the results. The compute copy among them is
                 written but not read.
         """
-        self.in_place[update](goes_by.factor, goes_by.step_values, gradient, *results)
+        self.in_place[update](decided.factor, decided.step_values, gradient, *results)
 
 
 def compile_program_updates(

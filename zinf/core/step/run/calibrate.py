@@ -240,9 +240,9 @@ def samples(plan: Plan) -> list[tuple[Instruction, ...]]:
 class _Bench:
     """Runs instructions of a plan, on zeros."""
 
-    def __init__(self, made: Streamed, stores: Stores, work: Work, goes_by: Pending):
+    def __init__(self, made: Streamed, stores: Stores, work: Work, decided: Pending):
         self.plan, self.catalog = made.plan, made.arranged.catalog
-        self.stores, self.work, self.goes_by = stores, work, goes_by
+        self.stores, self.work, self.decided = stores, work, decided
         self.layouts = work.layouts
         loss = self.catalog.program.values[self.catalog.program.loss]
         seed = np.zeros((), jnp.dtype(loss.dtype))
@@ -271,7 +271,7 @@ class _Bench:
                         self.work,
                         self.stores,
                         self.seed,
-                        self.goes_by,
+                        self.decided,
                     )
                     seconds.append(perf_counter() - began)
                 written = (c for x in some for c in x.writes)
@@ -294,7 +294,7 @@ class _Bench:
 
     def spec(self, array: ArrayId) -> ArraySpec:
         """Shape and dtype of this process's share of an array."""
-        catalog, role = self.catalog, array.role.lies_as
+        catalog, role = self.catalog, array.role.layout_role
         if array.role == Role.NORM:
             return ArraySpec((), "float32", 4)
         if role == Role.VALUE:
@@ -362,6 +362,6 @@ def _bench(made: Streamed, setup: Setup, spec: Any) -> Iterator[_Bench]:
             reads_loss=separated.reads_loss,
             norm_groups=separated.norm_groups,
         ).values(0.0)
-        goes_by = Pending(Decision(0.0, 0.0, 1.0, skips=False), values)
-        runner.pending = goes_by
-        yield _Bench(made, stores, runner.work(1.0), goes_by)
+        decided = Pending(Decision(0.0, 0.0, 1.0, skips=False), values)
+        runner.pending = decided
+        yield _Bench(made, stores, runner.work(1.0), decided)

@@ -57,20 +57,20 @@ class Work:
     A plan that only runs forward has no updates and no decision. It needs only
     `segments` and `layouts`.
 
-    `goes_by` is a `Pending`: the decision and the step values that an update reads.
+    `decided` is a `Pending`: the decision and the step values that an update reads.
 
     Attributes:
         joint: what runs the groups of updates that run together.
-        update: `(array update, tier, gradient, operands, goes_by) -> results` computes
+        update: `(array update, tier, gradient, operands, decided) -> results` computes
             the new values of an array update's results.
         is_in_place: `(array update, tier)`: whether to call `update_in_place` instead
             of `update`.
-        update_in_place: `(array update, gradient, goes_by, *results)` overwrites the
+        update_in_place: `(array update, gradient, decided, *results)` overwrites the
             results; it gets their host memory.
         step_values: `(decision, squares) -> step values` for the updates of this step;
             squares are those of gradients with the class of their leaves
             (`NormGroups`).
-        pending: `goes_by` of the updates that the step before deferred.
+        pending: `decided` of the updates that the step before deferred.
         decide: `(losses, sums of squares or None) -> Decision`.
         compute_dtype: dtype of the compute copies, if masters are stored separately.
         layouts: layouts of all arrays that move between host and devices.
@@ -150,16 +150,16 @@ def run_alone(
     work: Work,
     stores: Stores,
     seeds: Any,
-    goes_by: Pending,
+    decided: Pending,
 ) -> None:
     """Run one instruction of a plan; the stores have what it reads.
 
     Args:
-        goes_by: what an update goes by, in place of the decision of a step.
+        decided: the decision and step values of updates, instead of those of a step.
     """
-    record = StepRecord(plan, goes_by.decision)
+    record = StepRecord(plan, decided.decision)
     run = _StepRun(work, stores, seeds, record, plan)
-    run.step_values = goes_by.step_values
+    run.step_values = decided.step_values
     run.execute(instruction)
 
 
@@ -311,19 +311,19 @@ class _StepRun:
         self.record.decision = decision
 
     def update(self, operation: Update, creates: Sequence[Copy]) -> None:
-        goes_by = self.goes_by(operation)
-        if goes_by.decision.skips:
+        decided = self.decided_for(operation)
+        if decided.decision.skips:
             self.refresh(self.work.units[operation.unit].arrays, creates)
             return
         self.record.has_updated |= not operation.is_pending
         units, joint = self.work.units, self.work.joint
         together, single = jointly_and_singly(operation, units, joint)
         for each in together:
-            self.update_jointly(each, goes_by)
+            self.update_jointly(each, decided)
         for array_update in single:
-            self.update_array(array_update, operation.tier, goes_by, creates)
+            self.update_array(array_update, operation.tier, decided, creates)
 
-    def goes_by(self, operation: Update) -> Pending:
+    def decided_for(self, operation: Update) -> Pending:
         if operation.is_pending:
             assert self.work.pending is not None
             return self.work.pending
@@ -344,29 +344,29 @@ class _StepRun:
         self,
         array_update: ArrayUpdate,
         tier: Tier,
-        goes_by: Pending,
+        decided: Pending,
         creates: Sequence[Copy],
     ) -> None:
         gradient = self.gradient_block(array_update, tier)
         if self.work.is_in_place(array_update, tier):
-            self.update_in_place(array_update, gradient, goes_by, creates)
+            self.update_in_place(array_update, gradient, decided, creates)
             return
         operands = [self.read_there(a, tier) for a in array_update.operands]
-        results = self.work.update(array_update, tier, gradient, operands, goes_by)
+        results = self.work.update(array_update, tier, gradient, operands, decided)
         for array, content in zip(array_update.results, results, strict=True):
             if tier == Tier.HOST:
                 content = np.asarray(content)
             self.write(array, tier, content)
 
-    def update_jointly(self, joint: JointUpdate, goes_by: Pending) -> None:
+    def update_jointly(self, joint: JointUpdate, decided: Pending) -> None:
         gradients = [self.gradient_block(u, Tier.DEVICE) for u in joint.arrays]
         operands = []
         for array_update in joint.arrays:
             for array in array_update.operands:
                 self.read_there(array, Tier.DEVICE)
             operands.append(list(map(self.stores.device.donate, array_update.operands)))
-        step_values = goes_by.step_values
-        results = joint.step(goes_by.factor, step_values, gradients, operands)
+        step_values = decided.step_values
+        results = joint.step(decided.factor, step_values, gradients, operands)
         targets = [(a, Tier.DEVICE) for u in joint.arrays for a in u.results]
         self.write_computed(targets, [x for some in results for x in some])
 
@@ -374,7 +374,7 @@ class _StepRun:
         self,
         array_update: ArrayUpdate,
         gradient: Any,
-        goes_by: Pending,
+        decided: Pending,
         creates: Sequence[Copy],
     ) -> None:
         host, compute = self.stores.host, array_update.compute
@@ -382,7 +382,7 @@ class _StepRun:
             shape = self.read(array_update.master, Tier.HOST).shape
             content = host.pages.empty(shape, self.work.compute_dtype)
             self.write(compute, Tier.HOST, content)
-        update = partial(self.work.update_in_place, array_update, gradient, goes_by)
+        update = partial(self.work.update_in_place, array_update, gradient, decided)
         host.update(array_update.results, update)
 
     def gradient_block(self, array_update: ArrayUpdate, tier: Tier) -> Any:

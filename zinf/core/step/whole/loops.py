@@ -243,9 +243,9 @@ class LayerLoop:
             state: what `_states` returned for the layer.
         """
         update = self.plan.updates[params]
-        assert run.goes_by is not None
+        assert run.decided is not None
         old = state if update.has_master else [param, *state]
-        new = update.new(*run.goes_by, gradient, old, number)
+        new = update.new(*run.decided, gradient, old, number)
         contents = [rest[stack] for stack in update.written]
         contents = update.put(contents, new, number)
         rest.update(zip(update.written, contents, strict=True))

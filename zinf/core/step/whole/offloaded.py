@@ -193,7 +193,7 @@ class _Step:
         losses, extra = jax.tree.unflatten(structure, [outputs[n] for n in names])
         shared, step_values = frame.step_values(scalars, losses, weight, ())
         if plan.in_passes:
-            run.goes_by = 1 / loss_scale, jnp.all(jnp.isfinite(losses)), step_values
+            run.decided = 1 / loss_scale, jnp.all(jnp.isfinite(losses)), step_values
         for part in reversed(plan.parts[:-1]):
             if plan.specs[part.segments[0]].has_backward:
                 if part.is_loop:
@@ -201,9 +201,9 @@ class _Step:
                 else:
                     self._backward(run, *part.segments)
         judged = frame.judged(losses, combined(run.squares), loss_scale)
-        _, *goes_by = judged
+        _, *decided = judged
         for stack in late:
-            self._update(run, stack, (*goes_by, step_values))
+            self._update(run, stack, (*decided, step_values))
         outputs = {"losses": losses, "judged": judged, "extra": extra, "shared": shared}
         results = [jax.device_put(run.rest[s], ON_HOST) for s in plan.changed]
         return results, outputs
@@ -286,7 +286,7 @@ class _Step:
     # Updates after the passes.
 
     def _update(
-        self, run: Traced, params: Stack, goes_by: tuple[Any, Any, Sequence[Any]]
+        self, run: Traced, params: Stack, decided: tuple[Any, Any, Sequence[Any]]
     ) -> None:
         """Update the leaves of a stack, one layer or block of rows at a time."""
         update = self.plan.updates[params]
@@ -296,7 +296,7 @@ class _Step:
             """The stacks after the update of one layer or block."""
             old = [update.take(x, number) for x in contents[: len(update.read)]]
             grad = update.take(gradient, number)
-            new = update.new(*goes_by, grad, old, number)
+            new = update.new(*decided, grad, old, number)
             return update.put(contents, new, number)
 
         contents = [run.rest[stack] for stack in update.written]

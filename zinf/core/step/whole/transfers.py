@@ -31,7 +31,7 @@ class Traced:
         gradients: complete gradients, on the host in the form of the stacks of their
             parameters.
         squares: sums of squares, or one for each iteration of a loop.
-        goes_by: what updates in passes go by: the factor of gradients, whether the
+        decided: what updates within passes read: the factor of gradients, whether the
             losses are finite, and the step values.
     """
 
@@ -43,7 +43,7 @@ class Traced:
     totals: dict[ArrayId, Any] = field(default_factory=dict)
     gradients: Rest = field(default_factory=dict)
     squares: list[Squares] = field(default_factory=list)
-    goes_by: tuple[Any, Any, Sequence[Any]] | None = None
+    decided: tuple[Any, Any, Sequence[Any]] | None = None
 
     def add_cotangent(self, name: str, cotangent: Any) -> None:
         before = self.cotangents.get(name)
