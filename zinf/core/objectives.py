@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traits:
-    """What the checks of a config and the options of commands go by.
+    """Properties of an objective that config checks and command options read.
 
     Attributes:
         goal: what the model learns, in words that follow its name.

@@ -108,7 +108,7 @@ class Follower(ABC, Generic[Fact]):
 
     @abstractmethod
     def meet(self, first: Fact, second: Fact) -> Fact:
-        """What holds of a value that is one of two."""
+        """The fact of a value that is one of two, as after a `cond`."""
 
     def row(self, equation: Equation, fact: Fact) -> Fact:
         """The fact of a row of an operand of a `scan`, along its leading dim."""
@@ -119,7 +119,7 @@ class Follower(ABC, Generic[Fact]):
         return self.nothing
 
     def carry(self, fact: Fact) -> Fact:
-        """What is assumed of a value that a loop replaces, in its first iteration."""
+        """The fact to begin a loop with, for a value that each iteration replaces."""
         return fact
 
     def chosen(self, by: Fact, fact: Fact) -> Fact:

@@ -51,14 +51,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What updates go by: the decision and the step values of their gradients' step."""
+    """What updates read of their gradients' step: its decision and its step values."""
 
     decision: Decision
     step_values: Sequence[Any]
 
     @property
     def factor(self) -> np.float32:
-        """What each gradient is multiplied by."""
+        """The factor by which each gradient is multiplied."""
         return np.float32(self.decision.factor)
 
 

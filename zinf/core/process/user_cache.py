@@ -57,7 +57,7 @@ def own_digest() -> str:
 
 
 def recall(file: Path) -> Any:
-    """What `remember` wrote; None if there is nothing whole, or of another kind."""
+    """The content that `remember` wrote; None if missing, damaged or another kind."""
     try:
         written = json.loads(file.read_text(encoding="utf-8"))
         content, digest = written["content"], written["sha256"]

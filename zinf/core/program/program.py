@@ -166,7 +166,7 @@ class Program:
 
     @property
     def batch_leaves(self) -> tuple[str, ...]:
-        """Those of `batch` that are leaves of the batch; the random key is none."""
+        """The names in `batch` without the random key."""
         return tuple(name for name in self.batch if name != KEY)
 
     def first_readers(self) -> dict[tuple[str, Rows], int]:

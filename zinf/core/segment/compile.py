@@ -240,7 +240,11 @@ def _row_sums(executables: BodyExecutables, spec: SegmentSpec) -> tuple[RowSum, 
 
 
 def _in_blocks(whole: BodyExecutables, max_bytes: int) -> tuple[BodyExecutables, str]:
-    """As many blocks of rows as `max_bytes` takes, or fewer and the reason."""
+    """Run in enough blocks of rows to need at most `max_bytes`.
+
+    Returns:
+        the passes, and why they need more than `max_bytes`; "" if they do not.
+    """
     if whole.spec.caches:
         return whole, "it overwrites a cache"
     best = whole

@@ -38,7 +38,7 @@ class Lookup:
 
 
 def find_lookups(graph: Graph, count: int) -> dict[int, Lookup]:
-    """Those of the first `count` outputs that are sums of few rows, by position."""
+    """The lookups among the first `count` outputs, by position: sums of few rows."""
     makers = {v: e for e in graph.equations for v in e.outvars}
     found = {}
     for i, out in enumerate(graph.outvars[:count]):

@@ -86,7 +86,7 @@ def _is_loss(equation: Equation) -> bool:
 
 
 def _place(equation: Equation) -> int | None:
-    """The one operand of an elementwise equation that has the shape of its result."""
+    """Index of the only operand of the result's shape, if elementwise; else None."""
     shape = equation.outvars[0].aval.shape
     is_plain = not equation.effects and len(equation.outvars) == 1
     places = [
@@ -170,6 +170,6 @@ def _losses(
 
 
 def _finite(best: jax.Array) -> jax.Array:
-    """What is subtracted before exponentials, as in `jax.nn.logsumexp`."""
+    """The maximum to subtract before exponentials; 0 where it is not finite."""
     best = jax.lax.stop_gradient(best)
     return jnp.where(jnp.isfinite(best), best, 0)

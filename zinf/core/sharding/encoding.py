@@ -35,7 +35,7 @@ class Blocks:
     def encode(
         self, part: Float[Array, "..."]
     ) -> tuple[Int8[Array, "blocks width"], Float32[Array, " blocks"]]:
-        """What a device sends of its part: integers and scales; traceable."""
+        """A device's part as it is sent: integers and scales. Traceable."""
         rows = part.reshape(-1, _row_size(part.shape))
         num_blocks, width = self._blocks(rows.shape[1])
         filled = jnp.pad(rows, [(0, 0), (0, num_blocks * width - rows.shape[1])])

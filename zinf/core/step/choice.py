@@ -89,7 +89,7 @@ def _last(setup: Setup, request: StepRequest, refused: str) -> AbstractPrepared:
 def _offload_or_stream(
     setup: Setup, request: StepRequest, refused: str
 ) -> tuple[AbstractPrepared, str]:
-    """The one of the two that is predicted to be faster, and why.
+    """The offloaded or the streamed step, whichever is predicted faster, and why.
 
     Args:
         refused: why the step is not fused, for errors; may be empty.
@@ -140,7 +140,7 @@ def _why_not(setup: Setup, error: Exception) -> str:
 def why_not_offloaded(
     config: Config, rule: AxisRule, num_processes: int, topology: Topology | None
 ) -> str | None:
-    """What in a config, a mesh or a machine asks for another way than offloaded."""
+    """Why config, mesh or machine forbid an offloaded step; None if they do not."""
     hosts = 1 if topology is None else topology.num_hosts
     count, found = max(num_processes, hosts), not_offloadable(rule)
     if count > 1:

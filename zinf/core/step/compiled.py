@@ -68,7 +68,7 @@ def compiled_runs(made: AbstractPrepared) -> tuple[CompiledRun, ...]:
 
 
 def step_traffic(runs: tuple[CompiledRun, ...]) -> Mapping[Kind, Traffic]:
-    """What one device sends in a step, by kind of collective."""
+    """Bytes that one device sends in a step, by kind of collective."""
     return traffic(
         one for run in runs for one in run.collectives for _ in range(run.times)
     )

@@ -184,7 +184,7 @@ def _kept(catalog: Catalog) -> dict[str, Any] | None:
 
 
 def _figures(arranged: Arrangement) -> list[Any]:
-    """What differs if two plans differ: times, bytes and counts."""
+    """Numbers by which plans are compared: instructions, seconds, bytes by tier."""
     plans = [arranged.plan, arranged.first, arranged.flush]
     return [
         [

@@ -48,7 +48,7 @@ def grouped(arranged: Arrangement, updates: Updates) -> tuple[Arrangement, Joint
 def jointly_and_singly(
     operation: Update, units: Sequence[UpdateUnit], joint: Joint
 ) -> tuple[list[JointUpdate], list[ArrayUpdate]]:
-    """What an operation runs: first the updates of its groups, then each other one."""
+    """The updates of an operation: those of its groups, and those that run alone."""
     together = [joint[group] for group in operation.groups]
     done = {update for each in together for update in each.arrays}
     return together, [u for u in units[operation.unit].arrays if u not in done]

@@ -101,7 +101,7 @@ def shrunk(
     attempt: Callable[[Segmented, Compiled, Limits], Made],
     limits: Limits,
 ) -> Made:
-    """What `attempt` makes of the first segments that fit the device.
+    """Tighten the limits until the segments fit the device; return what `attempt` made.
 
     Args:
         layouts: the table of persistent arrays.

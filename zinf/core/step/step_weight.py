@@ -14,7 +14,7 @@ from zinf.distributed import AbstractGroup
 
 @dataclass(frozen=True)
 class StepWeight:
-    """What the sum of a step's losses is divided by.
+    """Divisor of the sum of a step's losses.
 
     Attributes:
         weight: of one microbatch of this process.

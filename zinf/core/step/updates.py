@@ -288,7 +288,7 @@ def compile_program_updates(
 def _exchanges(
     steps: Mapping[ArrayUpdate, UpdateStep], mesh: Mesh
 ) -> dict[ArrayUpdate, Exchange]:
-    """What each update sends between devices; each executable is analysed once."""
+    """Bytes that each update sends between devices; an executable is analysed once."""
     read: dict[int, Exchange] = {}
     found = {}
     for update, step in steps.items():

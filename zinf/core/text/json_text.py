@@ -19,7 +19,7 @@ def from_json(text: str | bytes | bytearray) -> Any:
 
 
 def unreadable_object(folder: Path, names: Iterable[str]) -> str | None:
-    """What is wrong with the first of these files that holds no JSON object.
+    """The error of the first of these files that holds no JSON object.
 
     None if all that are there do. For the error of a library that names no file.
     """

@@ -34,7 +34,7 @@ class Best:
         return f"The best evaluation, {self.loss:.6g}, was after step {self.step}"
 
     def no_better(self) -> str:
-        """How many evaluations were no better, in words."""
+        """The sentence that says how many evaluations were no better."""
         return (
             f"{self.num_worse} evaluations in a row were no better than the one "
             f"after step {self.step}"

@@ -150,7 +150,7 @@ class PlainTraining:
         return loss.mean, mean, combined_tree(state, states, self.state_rules, paths)
 
     def trained(self, leaves: Iterable[Any]) -> list[Any]:
-        """Those of the leaves that are trained."""
+        """The leaves that are trained."""
         pairs = zip(leaves, self.specs.values(), strict=True)
         return [x for x, spec in pairs if spec.is_trainable]
 

@@ -77,7 +77,7 @@ class Mover:
                 self.busy_since = None
 
     def check_wanted(self) -> None:
-        """Raise OSError if the caller was already told that its request failed.
+        """Raise OSError if the request has failed already for its caller.
 
         Then the memory belongs to the caller again.
         """

@@ -124,7 +124,7 @@ class Root:
 
 
 def _foreign_in(arrays: Path) -> Iterator[Path]:
-    """What is in the folder `arrays` and no array that the tier made there.
+    """Yield paths in the folder `arrays` that the tier did not make.
 
     The folder of an array has a number as its name, files with the metadata and chunks
     of a zarr array, links to chunks on other drives, and no folders.

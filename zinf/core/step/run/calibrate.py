@@ -174,7 +174,7 @@ def _measured(
 
 
 def _file(work: Any, setup: Setup, otherwise: Rates) -> Path | None:
-    """Where the rates of some work on this machine are remembered; None: nowhere.
+    """The file that remembers the rates of this work on this machine; None: none.
 
     Args:
         otherwise: the rates of what the work does not have.
@@ -190,7 +190,7 @@ def _file(work: Any, setup: Setup, otherwise: Rates) -> Path | None:
 
 
 def _drive(path: Path) -> tuple[Any, ...]:
-    """What tells the file system of a path from others, and its profile."""
+    """Identity of the drive of a path: its device number and size, and its profile."""
     existing = _existing(path)
     size = shutil.disk_usage(existing).total
     return existing.stat().st_dev, size, find_profile(existing)

@@ -59,7 +59,7 @@ class AbstractRunner(ABC):
         """
 
     def step_weight(self, batch: Any, keys: Sequence[Any]) -> float:
-        """What the sum of the microbatches' losses is divided by."""
+        """Divisor of the sum of the microbatches' losses."""
         if self.weight is None:
             return float(self.num_microbatches)
         return self.weight.of(batch, self.spec, keys)

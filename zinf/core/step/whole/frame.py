@@ -94,7 +94,7 @@ class Frame:
         return self.separated.advance(scalars, loss, norms)
 
     def judged(self, losses: Any, square: Any, loss_scale: Any) -> Any:
-        """What `judge` returns for a sum of squares of the gradient."""
+        """`judge` with the clipping of this step, in traced code."""
         return judge(
             losses, square, clipping=self.clipping, loss_scale=loss_scale, xp=jnp
         )

@@ -199,7 +199,7 @@ class LayerLoop:
     # Updates of each layer.
 
     def _states(self, rest: Rest, early: Sequence[Stack], number: Any) -> list[Any]:
-        """What the updates of one layer read, besides its gradients and parameters.
+        """The optimizer state of one layer, for each stack of `early`.
 
         Args:
             early: the stacks of parameters that the loop updates.

@@ -67,7 +67,7 @@ class OffloadedProgram:
 
     @property
     def groups(self) -> tuple[tuple[Stack, ...], tuple[Stack, ...]]:
-        """What the step changes and what it only reads."""
+        """The stacks that the step changes, and those that it only reads."""
         return self.changed, self.fixed
 
     @property
@@ -76,7 +76,7 @@ class OffloadedProgram:
 
 
 def not_offloadable(rule: AxisRule) -> list[str]:
-    """What of a mesh the offloaded step has not been shown to work with.
+    """Features of the mesh that offloaded steps do not support, in words.
 
     It is a divided sequence, divided weights, and groups of devices that hold all
     parameters.

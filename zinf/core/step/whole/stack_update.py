@@ -127,10 +127,10 @@ class StackUpdate:
         old: Sequence[Any],
         number: Any,
     ) -> list[Any]:
-        """What a block of each stack of `written` becomes.
+        """The new block of each stack of `written`; the old one if not `is_finite`.
 
         Args:
-            is_finite: if false, they stay as they are.
+            is_finite: whether the gradient is finite.
             old: the block of each stack of `read`.
         """
         mine = [step_values[k] for k in self.leaf.step_values]

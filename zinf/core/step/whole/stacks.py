@@ -85,7 +85,7 @@ class AtRestTogether:
         return array.path == other.path and other.rows == (start + shift, stop + shift)
 
     def _kind(self, array: ArrayId) -> Any:
-        """What two leaves must have in common to rest in one stack."""
+        """The key of the stack of a leaf: leaves with equal keys rest in one stack."""
         path = array.path
         arrays = [(a.kind, self.layouts.arrays[a]) for a in self._by_path[path]]
         update = None

@@ -69,7 +69,7 @@ def memory(compiled: Any) -> Memory:
 
 
 def out_of_memory(error: BaseException) -> OutOfMemory | None:
-    """What an error of the compiler says of lacking memory; None for another error.
+    """The compiler's sentence on lacking memory; None if the error is another.
 
     The TPU compiler refuses a program that does not fit. XLA for GPUs compiles it, so
     compare `Memory.device_bytes` with the memory of the GPU.

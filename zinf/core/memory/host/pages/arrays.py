@@ -219,7 +219,7 @@ def _array_of(value: np.ndarray) -> jax.Array | None:
 
 
 def _merged(found: Sequence[T | None], others: Sequence[T]) -> list[T]:
-    """What was found, with the others in turn in the places of None."""
+    """`found` with each None replaced by the next of `others`."""
     rest = iter(others)
     return [next(rest) if x is None else x for x in found]
 

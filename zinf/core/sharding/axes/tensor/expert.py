@@ -189,7 +189,7 @@ def _check_alike(function: Callable, own: Any, rows: Any, whole: Graph) -> None:
 
 
 def _fixed(equation: Equation) -> tuple:
-    """What an equation computes, but for shapes."""
+    """The primitive, literals and parameters of an equation, without shapes."""
     literals = [
         np.asarray(a.val).tolist() if isinstance(a, Literal) else None
         for a in equation.invars
