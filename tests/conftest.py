@@ -22,7 +22,7 @@ from tests.marks import chromium, seed
 if TYPE_CHECKING:
     from tests.runs import Runs
 
-pytest_plugins = ["tests.processor"]
+pytest_plugins = ["tests.processor", "tests.garbage"]
 
 assert "jax" not in sys.modules, "jax was imported before its settings were made"
 

@@ -1,14 +1,13 @@
 """`attention`: every implementation gives the formula's numbers; blocks hold none."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
 from tests import marks
@@ -33,17 +32,18 @@ def results(case: Case, implementation: str, dtype: Any = None) -> dict[str, Any
             n: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
             for n, x in arrays.items()
         }
-    direction = arrays.pop("direction") * sees_some(case, arrays)
+    some = sees_some(case, arrays)
+    direction = arrays.pop("direction") * some
+    options = case.options | {"implementation": implementation}
     floats = {n: arrays.pop(n) for n in ("q", "k", "v", "bias", "sinks") if n in arrays}
 
-    def run(floats: dict[str, Any]) -> jax.Array:
-        return attention(
-            **floats, **arrays, **case.options, implementation=implementation
-        )
+    @jax.jit
+    def run(floats: Any, arrays: Any, direction: jax.Array) -> dict[str, Any]:
+        out, vjp = jax.vjp(lambda x: attention(**x, **arrays, **options), floats)
+        return {"result": out} | vjp(direction)[0]
 
-    out, vjp = jax.vjp(jax.jit(run), floats)
-    some = sees_some(case, case.make())
-    return {"result": out * some} | vjp(direction)[0]
+    found = run(floats, arrays, direction)
+    return found | {"result": found["result"] * some}
 
 
 def exact_results(case: Case) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def sees_some(case: Case, arrays: dict[str, Any]) -> jax.Array:
     return seen.any(-1).swapaxes(1, 2)[..., None].astype(arrays["q"].dtype)
 
 
-def assert_near(found: dict[str, Any], exact: dict[str, Any], case: Case) -> None:
+def assert_near(case: Case, implementations: Sequence[str]) -> None:
     """Results within 4 units in the last place of the largest value, gradients 1e-5.
 
     A result is a mean of values, and so rounds as they do. Where the formula itself is
@@ -72,13 +72,16 @@ def assert_near(found: dict[str, Any], exact: dict[str, Any], case: Case) -> Non
     """
     rounding = float(jnp.finfo(case.dtype).eps)
     largest_value = float(jnp.abs(case.make()["v"]).max())
-    plain = results(case, "reference")
-    for name, x in exact.items():
-        off = largest_difference(plain[name], x)
-        bound = max(1e-5, 8 * rounding) * np.abs(x).max()
-        if name == "result":
-            bound = max(4 * rounding * largest_value, 2 * off)
-        assert largest_difference(found[name], x) <= bound, name
+    exact, plain = exact_results(case), results(case, "reference")["result"]
+    off = largest_difference(plain, exact["result"])
+    for implementation in implementations:
+        found = results(case, implementation)
+        for name, x in exact.items():
+            bound = max(1e-5, 8 * rounding) * np.abs(x).max()
+            if name == "result":
+                bound = max(4 * rounding * largest_value, 2 * off)
+            difference = largest_difference(found[name], x)
+            assert difference <= bound, (implementation, name)
 
 
 def largest_difference(x: Any, y: Any) -> float:
@@ -86,16 +89,13 @@ def largest_difference(x: Any, y: Any) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", ["blocks", "xla"])
-def test_results_and_gradients_are_those_of_the_formula(implementation, name):
-    case = CASES[name]
-    assert_near(results(case, implementation), exact_results(case), case)
+def test_results_and_gradients_are_those_of_the_formula(name):
+    assert_near(CASES[name], ["blocks", "xla"])
 
 
-@pytest.mark.parametrize("seed", marks.drawn(range(10**6), 6))
+@pytest.mark.parametrize("seed", marks.drawn(range(10**6), 3))
 def test_attentions_drawn_at_random_are_those_of_the_formula(seed):
-    case = drawn(seed)
-    assert_near(results(case, "blocks"), exact_results(case), case)
+    assert_near(drawn(seed), ["blocks"])
 
 
 def test_float64_is_computed_in_float64():
@@ -107,20 +107,21 @@ def test_float64_is_computed_in_float64():
         np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-13)
 
 
-@given(st.integers(0, 39), st.integers(1, 40))
-@settings(max_examples=10, deadline=None)
-def test_a_later_token_changes_nothing_earlier(place, window):
-    arrays = Case("", queries=40, keys=40).make()
+@pytest.mark.parametrize("window", [1, 7, 40])
+def test_a_later_token_changes_nothing_earlier(window):
+    """Nor one that is further behind than the window: each of 40 in turn."""
+    arrays = Case("", batch=1, queries=40, keys=40).make()
     arrays.pop("direction")
-    other = {n: x.at[:, place].add(1.0) for n, x in arrays.items()}
+    place = np.arange(40)
+    arrays = {n: jnp.repeat(x, 40, axis=0) for n, x in arrays.items()}
+    changed = jnp.eye(40, dtype=bool)[:, :, None, None]
+    other = {n: jnp.where(changed, x + 1.0, x) for n, x in arrays.items()}
     run = jax.jit(
         lambda x: attention(**x, causal=True, window=window, implementation="blocks")
     )
-    before, after = run(arrays), run(other)
-    assert before.shape == arrays["v"].shape
-    np.testing.assert_array_equal(before[:, :place], after[:, :place])
-    later = place + window
-    np.testing.assert_array_equal(before[:, later:], after[:, later:])
+    same = np.all(run(arrays) == run(other), axis=(2, 3))  # (place, query)
+    sees = (place >= place[:, None]) & (place < place[:, None] + window)
+    np.testing.assert_array_equal(same, ~sees)
 
 
 def test_a_neighbour_in_a_packed_row_changes_nothing():

@@ -6,6 +6,7 @@ Processes are taken in turn here; tests/distributed has real ones.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -93,6 +94,7 @@ class Parts:
         return replace(self.specs[array], shape=self.of(array).share_shape)
 
 
+@cache
 def contents() -> dict[ArrayId, np.ndarray]:
     random = np.random.default_rng(0)
     return {
