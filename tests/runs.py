@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from tests.tiers import stage_3
 from zinf.cli.train import train_config
 from zinf.core.machine.rates_file import save_rates
 from zinf.core.plan import Rates
@@ -22,22 +23,8 @@ from zinf.distributed import Alone
 
 STEPS = 8
 TIERS: dict[str, dict[str, Any]] = {
-    "nvme": {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
-        "persistence_threshold": 1,
-    },
-    "host": {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu"},
-            "offload_optimizer": {"device": "cpu"},
-        },
-        "persistence_threshold": 1,
-    },
+    "nvme": {"zero_optimization": stage_3("nvme"), "persistence_threshold": 1},
+    "host": {"zero_optimization": stage_3("cpu"), "persistence_threshold": 1},
     "fused": {"execution": "fused"},
 }
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import streamed
+
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("darwin", "win32")
 # Modules of the standard library that are not the same everywhere.
@@ -115,20 +117,6 @@ def run(system: str, code: str, *arguments: str) -> str:
     return asked.stdout
 
 
-def offloaded(device: str, **memory: object) -> dict[str, object]:
-    return {
-        "execution": "streamed",
-        "segment": {"remat": "always"},
-        "memory": memory,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": device},
-            "offload_optimizer": {"device": device},
-        },
-        "persistence_threshold": 1,
-    }
-
-
 def trained(system: str, folder: Path, config: object) -> dict[str, list]:
     folder.mkdir()
     return json.loads(run(system, TRAIN, str(folder), json.dumps(config)))
@@ -168,11 +156,11 @@ def test_host_memory_is_given_back_with_its_addresses(system: str) -> None:
 
 @pytest.mark.slow
 def test_streamed_steps_are_the_same_as_on_linux(tmp_path: Path) -> None:
-    losses = trained("linux", tmp_path / "linux", offloaded("cpu"))["losses"]
+    losses = trained("linux", tmp_path / "linux", streamed("cpu"))["losses"]
     for system, device in (("darwin", "nvme"), ("win32", "cpu")):
         folder = tmp_path / system
-        memory = {"nvme": [str(folder / "nvme")]} if device == "nvme" else {}
-        found = trained(system, folder, offloaded(device, **memory))
+        nvme = folder / "nvme" if device == "nvme" else None
+        found = trained(system, folder, streamed(device, nvme))
         assert found["losses"] == losses
         if system == "darwin":
             # Files, their folders, and what is renamed at the end.

@@ -25,6 +25,7 @@ from tests.equivalence.training import (
     Setting,
     mesh_of,
 )
+from tests.tiers import streamed
 from zinf.core.optim.average import with_ema
 from zinf.core.plan import InfeasibleError
 from zinf.core.program import Tier
@@ -150,19 +151,8 @@ def test_averages_larger_than_the_device_are_evaluated_within_its_budget(tmp_pat
         return [jax.random.normal(key, (dim, dim)) / dim for key in keys]
 
     nbytes = 4 * layers * dim * dim
-    config = {
-        "memory": {
-            "device": nbytes // 2,
-            "host": nbytes,
-            "nvme": [str(tmp_path)],
-        },
-        "persistence_threshold": 0,
-        "execution": "streamed",
-        "zero_optimization": {
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
-    }
+    config = streamed("nvme", tmp_path, persistence_threshold=0)
+    config["memory"] |= {"device": nbytes // 2, "host": nbytes}
     batch = {"x": np.ones((2, dim), np.float32)}
     with zinf.initialize(loss, init, TX, config, batch=batch) as engine:
         engine.step(batch)

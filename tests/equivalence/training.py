@@ -13,6 +13,7 @@ import optax
 
 import zinf
 from tests.equivalence.models import Model
+from tests.tiers import stage_3
 from zinf.core.segment import named_leaves
 
 DEVICES = ("none", "cpu", "nvme")  # DeepSpeed's names for device, host and nvme
@@ -160,14 +161,9 @@ def streamed_config(
 
     Of the arrays for nvme only vectors stay on the host, to save operations.
     """
-    params, optimizer = placement
     return {
         "execution": "streamed",
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": params},
-            "offload_optimizer": {"device": optimizer},
-        },
+        "zero_optimization": stage_3(*placement),
         "persistence_threshold": 256,
         # Kept residuals are read by another executable, which may round otherwise.
         "segment": {"remat": "always"},

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import zinf
+from tests.tiers import streamed
 from zinf.core.engine.initialize import make_planner
 from zinf.core.plan import InfeasibleError, Plan, StepOptions, Transfer, build
 from zinf.core.program import Tier
@@ -42,18 +43,9 @@ def config(
     folder: Path, *, device: int = GENEROUS, host: int = GENEROUS, **rest: Any
 ) -> dict[str, Any]:
     """All state on nvme, and segments streamed within these budgets."""
-    nvme = {"device": "nvme"}
-    return {
-        "execution": "streamed",
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": nvme,
-            "offload_optimizer": nvme,
-        },
-        "persistence_threshold": 1,
-        "memory": {"device": device, "host": host, "nvme": [str(folder / "nvme")]},
-        **rest,
-    }
+    config = streamed("nvme", folder / "nvme", segment={})
+    config["memory"] |= {"device": device, "host": host}
+    return config | rest
 
 
 def start(settings: dict[str, Any], **options: Any) -> zinf.Engine:

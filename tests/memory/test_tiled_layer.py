@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from tests.tiers import stage_3
 from zinf.core.engine.initialize import make_planner
 from zinf.core.plan import InfeasibleError
 from zinf.core.program import Tier
@@ -30,11 +31,7 @@ def fits(hidden: int, num_tiles: int) -> bool:
     specs = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in init.items()}
     config = {
         "execution": "streamed",
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu"},
-            "offload_optimizer": {"device": "cpu"},
-        },
+        "zero_optimization": stage_3("cpu"),
         "memory": {"device": BUDGET, "host": 1 << 40},
     }
     planner = make_planner(

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zinf
+from tests.tiers import streamed
 from zinf import Engine
 from zinf.core.program import ArrayId
 from zinf.core.step.run.streamed import StreamedRunner
@@ -43,18 +44,7 @@ def draw(seed: int = 0, size: int = BATCH) -> dict[str, np.ndarray]:
 
 def on_nvme(folder: Path, **settings: Any) -> dict[str, Any]:
     """A config that streams everything from a folder, and keeps no residuals."""
-    return {
-        "execution": "streamed",
-        "segment": {"remat": "always"},
-        "memory": {"nvme": [str(folder)]},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
-        "persistence_threshold": 1,
-        **settings,
-    }
+    return streamed("nvme", folder, **settings)
 
 
 def with_tight_host(config: dict[str, Any]) -> dict[str, Any]:

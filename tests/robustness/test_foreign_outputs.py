@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from zinf.cli import app
+from tests.command import run as zinf
 
 # A user's tree, with names that zinf has for its own files and folders too.
 FOREIGN = {
@@ -25,12 +24,6 @@ FOREIGN = {
 }
 # Foreign files with the very name of a lock or record: the command is refused.
 IN_THE_WAY = {"run.lock": b"mine", "checkpoints.lock": b'{"pid": 1}'}
-
-
-def zinf(*arguments: object, code: int | None = 0) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert code is None or result.exit_code == code, result.output
-    return result.output
 
 
 def tree(folder: Path, files: dict[str, bytes]) -> Path:
@@ -96,7 +89,7 @@ def test_a_file_in_the_way_of_a_lock_is_refused_untouched(
     files = FOREIGN | {name: IN_THE_WAY[name]}
     out, path = tree(tmp_path / "out", files), config(tmp_path)
     before = sorted(out.rglob("*"))
-    assert "It is left as it is" in zinf("train", path, code=2)
+    assert "It is left as it is" in zinf("train", path, code=2).output
     check(out, files)
     assert sorted(out.rglob("*")) == before
 
@@ -107,7 +100,7 @@ def test_a_drive_with_foreign_files_is_refused_or_keeps_them(tmp_path: Path) -> 
     memory = {"nvme": [str(nvme)]}
     path = config(tmp_path, zero_optimization=offload, memory=memory)
     before = sorted(nvme.rglob("*"))
-    assert "that zinf did not make" in zinf("train", path, code=2)
+    assert "that zinf did not make" in zinf("train", path, code=2).output
     check(nvme, FOREIGN)
     assert sorted(nvme.rglob("*")) == before
 
@@ -132,6 +125,6 @@ def test_an_analysis_refuses_files_in_its_way(name: str, tmp_path: Path) -> None
     before = sorted(out.rglob("*"))
     asked = ("data", "analyze", tmp_path / "text.txt", "--output", out)
     asked += ("--metric", "vocabulary_rarity", "--sequence-length", 8)
-    assert "is left as it is" in zinf(*asked, code=2)
+    assert "is left as it is" in zinf(*asked, code=2).output
     check(out, files)
     assert sorted(out.rglob("*")) == before

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from tests.command import run as zinf
 from tests.golden import Golden
 from tests.robustness.test_hostile_checkpoints import residents_of
 from tests.runs import Runs
 from tests.unit.refusals import refusals
 from zinf.checkpoint import write_arrays
-from zinf.cli import app
 from zinf.core.program import ArrayId, Role
 from zinf.data.array_file import read_array
 from zinf.data.extract import json_lines
@@ -26,10 +25,6 @@ from zinf.observe.page import run_page, write_page
 # It clears the screen, and sets the title of the window.
 ESCAPES = "\x1b[2J\x1b]0;title\x07"
 DEEP = "[" * 10**5
-
-
-def zinf(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 def put(content: Any, path: Sequence[Any], value: Any) -> Any:
@@ -161,8 +156,8 @@ def test_tables_show_keys_and_names_with_escapes(tmp_path: Path) -> None:
         ("config", "check", config),
         ("checkpoint", "ls", tmp_path / "saved", "--arrays"),
     ):
-        found = zinf(*arguments)
+        found = zinf(*arguments, code=None)
         assert r"\x1b[2J\x1b]0;title\x07" in found.stdout, found.output
         assert not {"\x1b", "\x07"} & {*found.stdout, *found.stderr}
-    found = zinf("config", "check", config).stdout.splitlines()
+    found = zinf("config", "check", config, code=None).stdout.splitlines()
     assert sum(r"\nkey" in line for line in found) == 1

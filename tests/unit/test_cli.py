@@ -19,10 +19,11 @@ import typer.main
 import yaml
 from rich.text import Text
 from safetensors.numpy import load_file
-from typer.testing import CliRunner, Result
 
+from tests.command import run as zinf
 from tests.golden import Golden
 from tests.runs import Runs
+from tests.tiers import stage_3
 from zinf.checkpoint import Saved
 from zinf.cli import app
 from zinf.core.interchange import find
@@ -30,13 +31,6 @@ from zinf.core.plan import InfeasibleError
 from zinf.core.program import ArrayId, Role
 from zinf.observe.record import read_record
 from zinf_kernels import absent_gpu
-
-
-def zinf(*arguments: object, code: int = 0) -> Result:
-    """Runs `zinf` with these arguments, in this process."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def settings(*keys: str) -> tuple[str, ...]:
@@ -56,11 +50,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
         "segment": {"remat": "always"},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
+        "zero_optimization": stage_3("nvme"),
         "memory": {"nvme": [str(tmp_path / "nvme")]},
         "persistence_threshold": 1,
         "run": {"steps": 3, "output": str(tmp_path / "out"), "log_every": 1},

@@ -11,6 +11,7 @@ import pytest
 
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
+from tests.tiers import stage_3
 from tests.unit.plain import trained_in_jax
 from zinf.core.memory import StorageError, aligned_empty
 from zinf.core.plan import Link
@@ -289,9 +290,7 @@ def test_arrays_that_a_user_gives_stay_the_users(start, device):
 
     given = jax.tree.map(own, jax.device_get(init()))
     before = jax.tree.map(np.copy, given)
-    offload = {"device": device}
-    stage = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
-    engine = start(STREAMED | {"zero_optimization": stage}, params=given)
+    engine = start(STREAMED | {"zero_optimization": stage_3(device)}, params=given)
     for step in range(2):
         engine.step(draw(step))
     chex.assert_trees_all_equal(given, before, strict=True)

@@ -12,20 +12,12 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zinf
+from tests.tiers import streamed
 from tests.unit.refusals import refusals
 from zinf import Engine
 
 DIM, SAMPLES, STEPS = 6, 8, 4
-OFFLOAD = {"device": "cpu"}
-STREAMED_FROM_HOST = {
-    "execution": "streamed",
-    "segment": {"remat": "always"},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_param": OFFLOAD,
-        "offload_optimizer": OFFLOAD,
-    },
-}
+STREAMED_FROM_HOST = streamed("cpu")
 FUSED = {"execution": "fused"}
 FIELDS = ("params", "opt_state", "batch_stats", "key")
 

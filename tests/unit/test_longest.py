@@ -1,10 +1,11 @@
 """`zinf plan --longest`: the longest sequence whose step fits."""
 
+from functools import partial
+
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from zinf.cli import app
+from tests.command import run as zinf
 from zinf.cli.longest import LENGTHS_PER_DOUBLING, candidates, last_fitting
 
 CONFIG = {
@@ -15,18 +16,14 @@ CONFIG = {
 }
 
 
+run = partial(zinf, "plan", "--longest")
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text(yaml.safe_dump(CONFIG))
     return path
-
-
-def run(*arguments, code=0):
-    named = [str(x) for x in ("plan", "--longest", *arguments)]
-    found = CliRunner().invoke(app, named)
-    assert found.exit_code == code, found.output
-    return found
 
 
 @pytest.mark.parametrize("unit", [1, 3, 8])

@@ -9,20 +9,12 @@ import pytest
 from flax import nnx
 
 import zinf
+from tests.tiers import streamed
 from tests.unit.refusals import refusals
 from zinf import Engine
 
 DIM, SAMPLES, STEPS = 6, 8, 4
-OFFLOAD = {"device": "cpu"}
-STREAMED_FROM_HOST = {
-    "execution": "streamed",
-    "segment": {"remat": "always"},
-    "zero_optimization": {
-        "stage": 3,
-        "offload_param": OFFLOAD,
-        "offload_optimizer": OFFLOAD,
-    },
-}
+STREAMED_FROM_HOST = streamed("cpu")
 FUSED = {"execution": "fused"}
 # SGD, so that rounding stays rounding.
 SGD = optax.sgd(0.1)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import zinf.cli
+from tests.command import run
 from tests.unit.test_cli import settings
-from tests.unit.test_cli import zinf as run
 from zinf.cli.own_model import own_arguments
 from zinf.core.config import Config
 

@@ -1,13 +1,13 @@
 """`zinf plan --generate`: what generation costs, without weights."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from zinf.cli import app
+from tests.command import run as zinf
 from zinf.core.plan import show_bytes
 from zinf.models import GPTConfig, num_parameters
 
@@ -16,15 +16,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 LENGTHS = ("--prompt-length", 16, "--max-new-tokens", 6)
 
 
-def run(*arguments, code=0):
-    named = [str(x) for x in ("plan", "--generate", *arguments)]
-    found = CliRunner().invoke(app, named)
-    assert found.exit_code == code, found.output
-    return found
-
-
 def budgets(*texts):
     return [x for text in texts for x in ("--set", f"memory.{text}")]
+
+
+run = partial(zinf, "plan", "--generate")
 
 
 @pytest.fixture
@@ -80,8 +76,7 @@ def test_a_mistake_is_one_clean_message(file):
     ):
         found = run(file, *LENGTHS, *options, code=2)
         assert re.search(message, found.stderr, re.DOTALL)
-    found = CliRunner().invoke(app, ["plan", str(file), "--weight-bits", "8"])
-    assert found.exit_code == 2
+    found = zinf("plan", file, "--weight-bits", "8", code=2)
     assert "--weight-bits is of --generate" in found.stderr
 
 

@@ -13,11 +13,10 @@ import numpy as np
 import optax
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 import zinf
+from tests.command import run
 from tests.robustness.small import BATCH, DIM, draw, init, loss_fn, on_nvme
-from zinf.cli import app
 from zinf.core.optim.decision import Decision, decide
 from zinf.core.step.run import streamed
 from zinf.core.verification import Check, check_arrays, check_losses
@@ -190,9 +189,6 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_command_says_what_it_found_by_its_exit_code(config, monkeypatch):
-    def run(*arguments: str) -> Any:
-        return CliRunner().invoke(app, ["verify", str(config), *arguments])
-
     made = []
 
     def kept(*arguments: Any, **rest: Any) -> Any:
@@ -201,12 +197,10 @@ def test_the_command_says_what_it_found_by_its_exit_code(config, monkeypatch):
 
     command = import_module("zinf.cli.verify")
     monkeypatch.setattr(command, "verify", kept)
-    right = run("--steps", "2", "--all")
-    assert right.exit_code == 0, right.output
+    right = run("verify", config, "--steps", "2", "--all")
     assert "They agree: 2 steps streamed" in right.output
     assert "more leaves" not in right.output
     wrong = replace(made[0], loss_checks=(Check(1.0, 1.0, 0.5),) * 2)
     monkeypatch.setattr(command, "verify", lambda *_, **__: wrong)
-    different = run()
-    assert different.exit_code == 1
+    different = run("verify", config, code=1)
     assert "differ by more than rounding: the loss of step 1" in different.output

@@ -1,26 +1,20 @@
 """`zinf train` and `zinf checkpoint export` with an adapter section."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from safetensors.numpy import load_file
-from typer.testing import CliRunner, Result
 
+from tests.command import run
 from tests.unit.interchange.test_cli import config_in
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
-from zinf.cli import app
 from zinf.core.interchange import find
 from zinf.core.interchange.sources import parameters
 
 MATRICES = 6  # of a block: query, key, value, out, up, down
-
-
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +26,7 @@ def trained(tmp_path_factory) -> Path:
     adapter = {"r": 2, "lora_dropout": 0.1, "quantize_base": "nf4"}
     config = {**config_in(folder), "adapter": adapter}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    result = run("train", folder / "run.yaml")
-    assert result.exit_code == 0, result.output
+    run("train", folder / "run.yaml")
     return folder
 
 
@@ -44,7 +37,6 @@ def test_a_run_with_adapters_exports_them_and_its_weights_are_a_base(trained):
     for option, file in (("--adapter", "adapter_model"), ("--merge", "model")):
         folder = trained / file
         result = run("checkpoint", "export", saved, folder, option, config)
-        assert result.exit_code == 0, result.output
         exports[file] = load_file(folder / f"{file}.safetensors")
     alone, merged = exports["adapter_model"], exports["model"]
     assert len(alone) == 2 * MATRICES
@@ -55,15 +47,14 @@ def test_a_run_with_adapters_exports_them_and_its_weights_are_a_base(trained):
     settings = ("--set", f"run.output={trained / 'next'}", "--set", "adapter={r: 2}")
     command = ("checkpoint", "import", trained / "model", config)
     result = run(*command, *settings, "--may-round")
-    assert result.exit_code == 0, result.output
     with Saved(find(trained / "next" / "checkpoints")) as saved:
         tensors = parameters(saved)
         path = "base/blocks/0/attention/query/kernel"
         found = tensors.read(path, whole_box(tensors.specs[path].shape))
     wanted = merged["blocks.0.attention.query.kernel"].astype(found.dtype)
     np.testing.assert_array_equal(found, wanted)
-    result = run(*command, "--set", f"run.output={trained / 'other'}")
-    assert result.exit_code == 2 and "adapter.quantize_base needs" in result.stderr
+    result = run(*command, "--set", f"run.output={trained / 'other'}", code=2)
+    assert "adapter.quantize_base needs" in result.stderr
 
 
 @pytest.mark.slow
@@ -78,5 +69,7 @@ def test_a_plan_counts_the_trained_numbers_and_an_export_needs_the_config(traine
     path = trained / "plain.yaml"
     path.write_text(yaml.safe_dump({**config, "adapter": None}))
     saved = trained / "out" / "checkpoints"
-    result = run("checkpoint", "export", saved, trained / "none", "--merge", path)
-    assert result.exit_code == 2 and "no adapter section" in result.stderr
+    result = run(
+        "checkpoint", "export", saved, trained / "none", "--merge", path, code=2
+    )
+    assert "no adapter section" in result.stderr

@@ -17,10 +17,9 @@ pytest.importorskip("boto3")
 import boto3
 import yaml
 from moto.server import ThreadedMotoServer
-from typer.testing import CliRunner, Result
 
+from tests.command import run
 from tests.unit.interchange.test_cli import config_in
-from zinf.cli import app
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -48,10 +47,6 @@ def keys(client: Any, prefix: str) -> list[str]:
     return [item["Key"] for page in found for item in page.get("Contents", ())]
 
 
-def run(*arguments: Any) -> Result:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
 def losses(folder: Path) -> dict[int, float]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines}
@@ -69,7 +64,7 @@ def test_a_command_that_is_killed_goes_on_from_its_bucket(client, tmp_path):
         changed = config["run"] | {"output": output, "checkpoints": where}
         text = yaml.safe_dump(config | {"run": changed})
         (tmp_path / f"{name}.yaml").write_text(text)
-    assert run("train", tmp_path / "plain.yaml").exit_code == 0
+    run("train", tmp_path / "plain.yaml")
     command = ["train", str(tmp_path / "killed.yaml")]
     killed = subprocess.Popen([sys.executable, "-c", KILLED, *command])
     assert killed.wait() == -signal.SIGKILL
@@ -79,23 +74,20 @@ def test_a_command_that_is_killed_goes_on_from_its_bucket(client, tmp_path):
     assert "s3://bucket/train/2 cannot be used: saving" in listed.output
     assert not (tmp_path / "killed" / "checkpoints").exists()
 
-    refused = run(*command)
-    assert refused.exit_code == 2
+    refused = run(*command, code=2)
     assert "has checkpoints of an earlier run" in refused.output
     resumed = run(*command, "--set", "run.resume=true")
-    assert resumed.exit_code == 0, resumed.output
     assert "Resuming after step 1" in resumed.output
     assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
-    missing = run("checkpoint", "ls", "s3://absent/run")
+    missing = run("checkpoint", "ls", "s3://absent/run", code=2)
     assert "there is no bucket 'absent'" in missing.output
-    same = run("checkpoint", "diff", url, tmp_path / "plain" / "checkpoints")
-    assert same.exit_code == 0, same.output
-    assert run("checkpoint", "verify", url).exit_code == 0
+    run("checkpoint", "diff", url, tmp_path / "plain" / "checkpoints")
+    run("checkpoint", "verify", url)
     # What another program damages is told.
     (chunk,) = keys(client, "train/3/state/param/token_embedding/c.")
     size = client.head_object(Bucket="bucket", Key=chunk)["ContentLength"]
     client.put_object(Bucket="bucket", Key=chunk, Body=b"x" * size)
-    assert run("checkpoint", "verify", url).exit_code == 1
+    run("checkpoint", "verify", url, code=1)
 
 
 # Dies of SIGKILL in the second save, when it has begun to upload it.

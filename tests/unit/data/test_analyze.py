@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from zinf.cli.app import app
+from tests.command import run
 from zinf.cli.task import task_of
 from zinf.core.config import Config
 from zinf.data import Analysis, DifficultyIndex, analyze
@@ -176,11 +175,8 @@ def test_an_analysis_of_other_data_is_not_continued(tmp_path):
 def test_what_the_command_writes_is_what_a_run_draws_by(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"a" * 700 + bytes(range(32, 127)) * 7)
-    named = ["--sequence-length", "16", "--output", str(tmp_path / "out")]
-    ran = CliRunner().invoke(
-        app, ["data", "analyze", str(text), "--metric", "vocabulary_rarity", *named]
-    )
-    assert ran.exit_code == 0, ran.output
+    named = "--sequence-length", 16, "--output", tmp_path / "out"
+    run("data", "analyze", text, "--metric", "vocabulary_rarity", *named)
     prefix = tmp_path / "out/vocabulary_rarity"
     metric = {
         "index_to_sample_path": f"{prefix}_index_to_sample",

@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+
+from tests.tiers import streamed
 
 pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
 
@@ -108,16 +109,8 @@ def off(found: Any, wanted: np.ndarray) -> float:
 
 def on_tier(tier: str, folder: Path) -> dict[str, Any]:
     """A config with all arrays on a tier: device, host or nvme."""
-    offload = {"device": {"device": "none", "host": "cpu"}.get(tier, tier)}
-    return STREAMED | {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": offload,
-            "offload_optimizer": offload,
-        },
-        "persistence_threshold": 0,
-        "memory": {"nvme": str(folder / "nvme")},
-    }
+    name = {"device": "none", "host": "cpu"}.get(tier, tier)
+    return streamed(name, folder / "nvme", persistence_threshold=0)
 
 
 CHAT = (
@@ -162,12 +155,6 @@ def write(path: Path, lines: list[Any]) -> Path:
 def data_file(folder: Path, count: int = 6) -> Path:
     lines = [{"prompt": f"w{i} w1", "completion": f"w{i} w2"} for i in range(count)]
     return write(folder / "data.jsonl", lines)
-
-
-def run(*arguments: Any) -> Result:
-    from zinf.cli import app
-
-    return CliRunner().invoke(app, [str(x) for x in arguments])
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

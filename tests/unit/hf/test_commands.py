@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.command import run
 from tests.unit.hf.models import (
     CHAT,
     VOCAB,
@@ -17,7 +18,6 @@ from tests.unit.hf.models import (
     make,
     metrics_of,
     model_folder,
-    run,
     save,
     tokenizer,
     torch_logits,
@@ -52,7 +52,6 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     # The steps of the schedule follow from the epochs.
     common += ["--lr_scheduler_type", "linear", "--warmup_ratio", 0.2]
     done = run("finetune", folder, *common, "--epochs", 6, "--eval-data", held)
-    assert done.exit_code == 0, done.output
     assert f"The tuned model is in {output}, in float32." in done.output
     assert "evaluation data: 10 samples" in done.output
     metrics = metrics_of(tmp_path / "tuned.run")
@@ -76,8 +75,8 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     assert words.decode([int(torch_logits(tuned, ids)[0, -1].argmax())]) == "w2"
     # As the files were, from the masters.
     assert tuned.config.dtype == torch.float32
-    again = run("finetune", folder, *common)
-    assert again.exit_code == 2 and "is there already" in again.output
+    again = run("finetune", folder, *common, code=2)
+    assert "is there already" in again.output
 
 
 @pytest.mark.slow
@@ -89,8 +88,7 @@ def test_a_run_of_two_steps_changes_the_weights_in_the_dtype_of_the_files(
     make(llama(), dtype=dtype).save_pretrained(folder, max_shard_size="20KB")
     common = ["--data", data, "--steps", 2, "--samples", 3]
     common += ["--learning-rate", 1e-2]
-    done = run("finetune", folder, *common, "--output", output)
-    assert done.exit_code == 0, done.output
+    run("finetune", folder, *common, "--output", output)
     rates = [line["learning_rate"] for line in metrics_of(tmp_path / "out.run")]
     assert rates == pytest.approx([1e-2, 5e-3])
     before, after = (
@@ -114,8 +112,7 @@ def test_a_folder_with_adapters_alone_has_the_tokenizer(merges, tmp_path):
     del settings["tokenizer_class"]
     path.write_text(json.dumps(settings))
     common = ["--data", data, "--output", output, "--steps", 1, "--samples", 3]
-    done = run("finetune", folder, *common, "--lora", 2, *["--no-merge"][merges:])
-    assert done.exit_code == 0, done.output
+    run("finetune", folder, *common, "--lora", 2, *["--no-merge"][merges:])
     alone = tmp_path / "out.adapter" if merges else output
     words = transformers.AutoTokenizer.from_pretrained(alone)
     assert words.chat_template == CHAT
@@ -145,7 +142,6 @@ def test_a_config_json_alone_is_planned_for_training_and_for_generation(tmp_path
     llama(**sizes).save_pretrained(tmp_path)
     nvme = ["--set", f"memory.nvme={tmp_path / 'nvme'}", "--model", tmp_path]
     done = run("plan", *nvme, "--set", "execution=streamed")
-    assert done.exit_code == 0, done.output
     assert f"{COUNT:,} parameters, 1,024 tokens a step, bfloat16" in done.output
     assert "a day are written to the drives" in done.output
     llama(max_position_embeddings=256).save_pretrained(tmp_path / "short")
@@ -154,7 +150,6 @@ def test_a_config_json_alone_is_planned_for_training_and_for_generation(tmp_path
     nvme += ["--set", "zero_optimization.offload_param.device=nvme"]
     nvme += ["--set", "persistence_threshold=1", "--max-new-tokens", 4]
     done = run("plan", "--generate", *nvme, "--prompt-length", 16, "--batch-sizes=1,16")
-    assert done.exit_code == 0, done.output
     # In the two bytes of the dtype that its weights would have.
     size = show_bytes(2 * COUNT)
     assert f"{COUNT:,} parameters, {size}, prompts of 16 tokens" in done.output
@@ -180,11 +175,11 @@ def test_wrong_commands_are_refused_before_samples_are_read(tmp_path):
         (["finetune", "model", *output, "--use-dora"], "Add --lora RANK"),
         (["finetune", folder, *preferences, "--packing"], "data.packing"),
     ):
-        done = run(*arguments)
-        assert done.exit_code == 2 and message in done.output, done.output
+        done = run(*arguments, code=2)
+        assert message in done.output, done.output
     sorted(folder.glob("*.safetensors"))[1].unlink()
-    done = run("finetune", folder, *output)
-    assert done.exit_code == 2 and "samples" not in done.output
+    done = run("finetune", folder, *output, code=2)
+    assert "samples" not in done.output
     assert f"{folder} lacks model-00002-of-" in done.output
 
 
@@ -212,7 +207,6 @@ def test_a_completion_alone_is_on_the_standard_output(model):
     ids = {"--raw": "w1 w2", "--chat": "u: w1 w2 a:"}
     for option, text in ids.items():
         found = run(*asked, option)
-        assert found.exit_code == 0, found.output
         wanted = completion(reference, words, text, 6, words.eos_token_id)
         assert found.stdout == wanted + "\n"
         assert ("ended the text at once" in found.stderr) == (not wanted)
@@ -230,7 +224,6 @@ def test_a_model_may_have_no_token_that_pads_or_ends_a_text(model, tmp_path):
     output = tmp_path / "out.jsonl"
     rest = ["--output", output, "--max-new-tokens", 5, "--temperature", 0, "--raw"]
     found = run("generate", folder, "--prompts", prompts, *rest)
-    assert found.exit_code == 0, found.output
     assert "no token that ends a text (eos_token_id): each" in found.stderr
     for line in map(json.loads, output.read_text().splitlines()):
         wanted = completion(reference, words, line["prompt"], 5, None)
@@ -248,34 +241,32 @@ def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
     prompts, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     asked = ["generate", folder, "--prompts", prompts, "--output", output]
     asked += ["--max-new-tokens", 6, "--temperature", 0.8, "--batch-size", 2]
-    done = run(*asked)
-    assert done.exit_code == 0, done.output
+    run(*asked)
     content = output.read_text()
     made = [json.loads(line) for line in content.splitlines()]
     assert [{k: v for k, v in m.items() if k != "completion"} for m in made] == lines
     # A kill in the middle of the second line.
     output.write_text(content[: len(content) // 2])
-    assert run(*asked).exit_code == 0
+    run(*asked)
     assert output.read_text() == content
     output.write_text(json.dumps({"prompt": "other", "completion": ""}) + "\n")
-    refused = run(*asked)
-    assert refused.exit_code == 2 and "line 1: it is no completion" in refused.output
+    refused = run(*asked, code=2)
+    assert "line 1: it is no completion" in refused.output
     # Other settings and other weights are named, and recorded where they are allowed.
     whole = content.splitlines(keepends=True)
     output.write_text(whole[0] + whole[1])
     other = [7 if x == 6 else x for x in asked]
-    refused = run(*other)
-    assert refused.exit_code == 2 and "  max_new_tokens: 6 -> 7" in refused.output
+    refused = run(*other, code=2)
+    assert "  max_new_tokens: 6 -> 7" in refused.output
     assert "--allow-changed max_new_tokens" in refused.output
     assert output.read_text() == whole[0] + whole[1]
     (tensors,) = sorted(folder.glob("*.safetensors"))[:1]
     before = tensors.read_bytes()
     tensors.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    refused = run(*asked)
-    assert refused.exit_code == 2 and "  model.weights: " in refused.output
+    refused = run(*asked, code=2)
+    assert "  model.weights: " in refused.output
     tensors.write_bytes(before)
-    done = run(*other, "--allow-changed", "max_new_tokens")
-    assert done.exit_code == 0, done.output
+    run(*other, "--allow-changed", "max_new_tokens")
     assert output.read_text().startswith(whole[0] + whole[1])
     record = json.loads((tmp_path / "out.jsonl.settings.json").read_text())
     change = {"after_lines": 2, "changed": {"max_new_tokens": [6, 7]}}
@@ -283,8 +274,8 @@ def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
     # Who else writes there is named.
     output.write_text(whole[0])
     with locked({output: lock_beside(output)}, change="wait"):
-        refused = run(*asked)
-    assert refused.exit_code == 2 and f"process {os.getpid()} on host" in refused.output
+        refused = run(*asked, code=2)
+    assert f"process {os.getpid()} on host" in refused.output
     assert output.read_text() == whole[0]
     assert not lock_beside(output).exists()
 
@@ -319,8 +310,10 @@ def test_the_prompts_are_not_the_output_by_any_name(tmp_path):
     prompts, link = write(tmp_path / "in.jsonl", [{"prompt": "w1"}]), tmp_path / "link"
     link.symlink_to(prompts)
     for output in (prompts, link):
-        found = run("generate", "model", "--prompts", prompts, "--output", output)
-        assert found.exit_code == 2 and "names the file of prompts" in found.output
+        found = run(
+            "generate", "model", "--prompts", prompts, "--output", output, code=2
+        )
+        assert "names the file of prompts" in found.output
     assert json.loads(prompts.read_text()) == {"prompt": "w1"}
 
 
@@ -332,7 +325,6 @@ def test_the_loss_of_held_out_lines_is_that_of_torch(model, tmp_path):
     values = []
     for bits in ((), ("--weight-bits", 8), ("--weight-bits", 4)):
         found = run("evaluate", folder, "--data", data, *bits)
-        assert found.exit_code == 0, found.output
         values.append(float(found.stdout.split(",")[0].removeprefix("loss ")))
     words, losses = hf.load(folder).tokenizer, []
     for line in map(json.loads, data.read_text().splitlines()):
@@ -354,8 +346,8 @@ def test_the_loss_of_held_out_lines_is_that_of_torch(model, tmp_path):
     found = run("evaluate", folder, "--data", array, "--too-long", "drop")
     assert "of the lines with more than 32 tokens 1 left out" in found.stdout
     assert f"loss {plain:.6g}" in found.stdout
-    found = run("generate", folder, "--prompt", "w1", "--weight-bits", 3)
-    assert found.exit_code == 2 and "num_bits" in found.output
+    found = run("generate", folder, "--prompt", "w1", "--weight-bits", 3, code=2)
+    assert "num_bits" in found.output
 
 
 BAD = [
@@ -376,8 +368,7 @@ def test_bad_lines_of_prompts_are_refused_by_name(model, tmp_path):
     rest = ["--output", tmp_path / "out.jsonl", "--max-new-tokens", 31]
     for content, message in BAD:
         prompts.write_text(content)
-        found = run("generate", folder, "--prompts", prompts, *rest)
-        assert found.exit_code == 2
+        found = run("generate", folder, "--prompts", prompts, *rest, code=2)
         assert re.search(message, found.output), found.output
 
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.command import run
 from tests.marks import drawn
 from tests.unit.hf.architectures import config_of
-from tests.unit.hf.models import llama, run, save
+from tests.unit.hf.models import llama, save
 
 import torch  # isort: skip
 import transformers  # isort: skip
@@ -159,7 +160,6 @@ def test_a_class_that_differs_is_refused_once_compared(
     with pytest.raises(NotImplementedError, match="LlamaForCausalLM"):
         comparison.check_class(model)
     done = run("verify", tmp_path / "model")
-    assert done.exit_code == 0, done.output
     assert "LlamaForCausalLM agrees: logits are" in done.output
     assert json.loads(file.read_text())["state"] == AGREES
     monkeypatch.setattr(comparison, "compare", None)

@@ -8,6 +8,7 @@ import optax
 import pytest
 import yaml
 
+from tests.command import run
 from tests.unit.hf.models import (
     STREAMED,
     TOKENS,
@@ -19,7 +20,6 @@ from tests.unit.hf.models import (
     on_tier,
     params_of,
     refusals,
-    run,
     tokenizer,
     tokens,
     write,
@@ -270,11 +270,10 @@ def test_the_command_trains_a_classifier_that_transformers_runs(tmp_path, caplog
         lines.append({"text": words, "label": ("bad", "good")[i % 2]})
     data, output = write(tmp_path / "data.jsonl", lines), tmp_path / "tuned"
     common = ("--objective", "classification", "--sequence-length", 8, "--data", data)
-    done = run(
+    run(
         *("finetune", tmp_path / "model", *common, "--output", output, "--samples", 8),
         *("--learning-rate", 1e-2, "--epochs", 6, "--eval-data", data),
     )
-    assert done.exit_code == 0, done.output
     config = yaml.safe_load((tmp_path / "tuned.run/finetune.yaml").read_text())
     assert config["data"]["labels"] == ["bad", "good"]
     assert "score.weight: the files have no such weights" in caplog.text

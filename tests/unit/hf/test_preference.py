@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.command import run
 from tests.unit.hf.models import (
     END,
     llama,
     metrics_of,
     model_folder,
     params_of,
-    run,
     save,
     tokens,
     write,
@@ -138,23 +138,31 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
     assert row == spec
 
 
+def tuned(objective, folder, *options):
+    """What `zinf finetune` says of six pairs, and its losses."""
+    chosen, rejected = "w20 w21", "w22"
+    lines = [
+        {"prompt": f"w{i}", "chosen": chosen, "rejected": rejected} for i in range(6)
+    ]
+    named = ["--data", write(folder / "pairs.jsonl", lines), "--objective", objective]
+    named += ["--output", folder / "tuned", "--sequence-length", 8, "--samples", 2]
+    done = run("finetune", model_folder(folder), *named, *options)
+    return done.output, losses_in(folder)
+
+
+def losses_in(folder):
+    return [line["loss"] for line in metrics_of(folder / "tuned.run")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
 def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
-    folder, output = model_folder(tmp_path), tmp_path / "tuned"
-    lines = [
-        {"prompt": f"w{i}", "chosen": "w20 w21", "rejected": "w22"} for i in range(6)
-    ]
-    data = write(tmp_path / "pairs.jsonl", lines)
-    common = ["--data", data, "--output", output, "--samples", 2, "--epochs", 5]
-    common += ["--sequence-length", 8, "--objective", "dpo", "--beta", 0.5]
-    common += ["--lr-scheduler-type", "constant"]
+    folder, output = tmp_path / "model", tmp_path / "tuned"
+    common = ["--epochs", 5, "--beta", 0.5, "--lr-scheduler-type", "constant"]
     rate = ["--lora", 4, "--learning-rate", 3e-2] if adapted else []
     rate = rate or ["--learning-rate", 1e-2]
-    done = run("finetune", folder, *common, *rate)
-    assert done.exit_code == 0, done.output
-    assert "log-probabilities of 6 pairs, once" in done.output
-    losses = [line["loss"] for line in metrics_of(tmp_path / "tuned.run")]
+    said, losses = tuned("dpo", tmp_path, *common, *rate)
+    assert "log-probabilities of 6 pairs, once" in said
     assert len(losses) == 15
     # At first the model is the reference. In bfloat16, log-probabilities near 14 are
     # sums of terms that are off by 1/256 of the logits, here at most 0.1.
@@ -168,11 +176,14 @@ def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
     assert (after - before)[0] > (after - before)[1] + 1
     if adapted:
         return
+
+    def again(name):
+        settings = f"run.export={tmp_path / name}", "run.steps=1"
+        given = [part for setting in settings for part in ("--set", setting)]
+        return run("train", tmp_path / "tuned.run/finetune.yaml", *given).output
+
     # The reference does not change, so a second run reads it from the file.
-    again = ["--set", f"run.export={tmp_path / 'again'}", "--set", "run.steps=1"]
-    done = run("train", tmp_path / "tuned.run/finetune.yaml", *again)
-    assert done.exit_code == 0, done.output
-    assert "once" not in done.output
+    assert "once" not in again("second")
     # Other weights of the same size and time have their own reference.
     for path in folder.glob("*.safetensors"):
         before = path.stat()
@@ -180,35 +191,22 @@ def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
         save_file(tensors, path, metadata={"format": "pt"})
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert path.stat().st_size == before.st_size
-    again[1] = f"run.export={tmp_path / 'third'}"
-    done = run("train", tmp_path / "tuned.run/finetune.yaml", *again)
-    assert done.exit_code == 0, done.output
-    assert "log-probabilities of 6 pairs, once" in done.output
-    assert abs(metrics_of(tmp_path / "tuned.run")[0]["loss"] - log(2)) < 0.01
+    assert "log-probabilities of 6 pairs, once" in again("third")
+    assert abs(losses_in(tmp_path)[0] - log(2)) < 0.01
     # A file of another model that a digest did not tell from this one is found too.
     for path in (tmp_path / "tuned.run/data").glob("samples-*/reference-*.npy"):
         np.save(path, np.load(path) - [[0.0, 1.0]])
-    again[1] = f"run.export={tmp_path / 'fourth'}"
-    done = run("train", tmp_path / "tuned.run/finetune.yaml", *again)
-    assert "is of another model than this one" in done.output
-    assert abs(metrics_of(tmp_path / "tuned.run")[0]["loss"] - log(2)) < 0.01
+    assert "is of another model than this one" in again("fourth")
+    assert abs(losses_in(tmp_path)[0] - log(2)) < 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["ipo", "simpo", "orpo"])
 def test_losses_of_means_fall_with_the_reference_that_they_need(objective, tmp_path):
-    folder, output = model_folder(tmp_path), tmp_path / "tuned"
-    lines = [
-        {"prompt": f"w{i}", "chosen": "w20 w21", "rejected": "w22"} for i in range(4)
-    ]
-    data = write(tmp_path / "pairs.jsonl", lines)
-    common = ["--data", data, "--output", output, "--samples", 2, "--epochs", 4]
-    common += ["--sequence-length", 8, "--objective", objective, "--beta", 2.0]
-    done = run("finetune", folder, *common, "--learning-rate", 1e-2)
-    assert done.exit_code == 0, done.output
+    rate = "--learning-rate", 1e-2
+    _, losses = tuned(objective, tmp_path, "--epochs", 4, "--beta", 2.0, *rate)
     found = [*tmp_path.glob("tuned.run/data/**/reference-*")]
     assert len(found) == (objective == "ipo")
-    losses = [line["loss"] for line in metrics_of(tmp_path / "tuned.run")]
     if objective == "ipo":
         # At first gains are 0, but for rounding, and the target is 1 / (2 * beta).
         assert abs(losses[0] - 0.25**2) < 0.01

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import zinf
+from tests.tiers import streamed
 
 VOCAB, DIM, LAYERS, BATCH, LENGTH = 24, 8, 3, 4, 6
 BF16 = {"bf16": {"enabled": True}}
@@ -51,19 +52,7 @@ def draw(seed: int = 0, vocab: int = VOCAB) -> dict[str, np.ndarray]:
 
 def on_nvme(folder: Path, **settings: Any) -> dict[str, Any]:
     """Everything on a drive, and the adapters frozen."""
-    return {
-        "execution": "streamed",
-        "segment": {"remat": "always"},
-        "frozen": ["adapters/*"],
-        "memory": {"nvme": [str(folder)]},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "offload_optimizer": {"device": "nvme"},
-        },
-        "persistence_threshold": 1,
-        **settings,
-    }
+    return streamed("nvme", folder, frozen=["adapters/*"], **settings)
 
 
 ON_DEVICE = {"execution": "fused", "frozen": ["adapters/*"]}

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
+from tests.command import run as zinf
 from tests.runs import Runs
-from zinf.cli import app
 from zinf.cli.train import train_config
 from zinf.core.plan import Link, Pass, show_bytes
 from zinf.core.program import Tier
@@ -35,10 +34,6 @@ def steps_drawn(html: str) -> list[int]:
 
 def metrics_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def zinf(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_the_page_has_the_numbers_of_the_run(runs: Runs) -> None:
@@ -115,15 +110,13 @@ def test_the_command_writes_the_page_into_the_folder_also_when_it_was_moved(
     with (moved / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss"')  # a line that a crash cut off
     result = zinf("report", moved)
-    assert result.exit_code == 0, result.output
     assert result.stdout == f"The run is drawn in {moved / 'report.html'}.\n"
     assert steps_drawn((moved / "report.html").read_text()) == list(range(1, 9))
 
 
 def test_what_is_no_folder_of_a_run_is_named(runs: Runs, tmp_path: Path) -> None:
     def refused(words: str) -> None:
-        result = zinf("report", tmp_path)
-        assert result.exit_code == 2
+        result = zinf("report", tmp_path, code=2)
         assert words in result.stderr
 
     refused("has no run.json, which zinf train writes")
@@ -140,13 +133,12 @@ def test_what_is_no_folder_of_a_run_is_named(runs: Runs, tmp_path: Path) -> None
 def test_a_plan_is_drawn_without_a_run(runs: Runs, tmp_path: Path) -> None:
     drawn, config = tmp_path / "plan.html", runs.nvme.config
     result = zinf("plan", config, "--html", drawn)
-    assert result.exit_code == 0, result.output
     assert f"The plan is drawn in {drawn}." in result.stdout
     figures = figures_in(drawn.read_text())
     assert list(figures) == ["timeline", "held"]
     assert {trace["xaxis"] for trace in figures["timeline"]["data"]} == {"x"}
     assert "a plan, which has not run" in drawn.read_text()
-    assert zinf("plan", config, config, "--html", drawn).exit_code == 2
+    zinf("plan", config, config, "--html", drawn, code=2)
 
 
 @pytest.mark.slow
