@@ -30,7 +30,7 @@ LAYERS = (
     ("core.problem",),
     ("core.sharding",),
     ("core.plan", "core.memory", "moe"),
-    ("tiling", "data", "models"),
+    ("tiling", "data", "models", "core.rl"),
     ("core.segment",),
     ("core.optim",),
     ("core.machine",),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zinf.core import memory as memory
     from zinf.core import optim as optim
     from zinf.core import plan as plan
+    from zinf.core import rl as rl
     from zinf.core import topology as topology
     from zinf.core.config import Config as Config
     from zinf.core.engine.engine import Engine as Engine
