@@ -101,7 +101,8 @@ def entropy_mask(
     if not is_token.any():
         return np.zeros(is_token.shape)
     threshold = np.quantile(entropies[is_token], np.float32(1 - top_quantile))
-    return np.float64(is_token & (entropies >= threshold))
+    is_kept = is_token & (entropies >= threshold)
+    return is_kept.astype(np.float64)
 
 
 def _difference(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,8 @@ LEVELS = (
     "sequence_token",  # that mean, with the gradient of the token: GSPO-token
     "sequence_product",  # the product over tokens: RLOO
 )
+# The range of logarithms of ratios in VESPO, https://arxiv.org/abs/2602.10693.
+VESPO_SMALLEST, VESPO_LARGEST = math.log(1e-8), 20.0
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class PolicyLoss:
     """The clipped loss of a policy, with TRL's names and defaults of its settings.
 
     Attributes:
-        loss_type: one of `LOSS_TYPES`. cispo and sapo are losses of their own; others
-            differ in the weights of tokens alone, see `token_weights`.
+        loss_type: one of `LOSS_TYPES`. cispo, sapo and vespo are losses of their own;
+            others differ in the weights of tokens alone, see `token_weights`.
         importance_sampling_level: one of `LEVELS`.
         epsilon: a ratio below 1 - epsilon is clipped.
         epsilon_high: a ratio above 1 + epsilon_high is clipped; None: epsilon. In cispo
@@ -42,6 +43,8 @@ class PolicyLoss:
         use_bias_correction_kl: multiply the divergence by the importance ratio.
         sapo_temperature_pos, sapo_temperature_neg: of sapo's sigmoid, where advantages
             are positive, and elsewhere.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: power and decay of
+            vespo's weight of a sequence, by the sign of its advantage.
     """
 
     loss_type: str = "dapo"
@@ -53,6 +56,10 @@ class PolicyLoss:
     use_bias_correction_kl: bool = False
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
     def __post_init__(self) -> None:
         choices = {"loss_type": tuple(LOSS_TYPES), "importance_sampling_level": LEVELS}
@@ -72,6 +79,11 @@ class PolicyLoss:
         if not all(math.isfinite(x) and x > 0 for x in temperatures):
             raise ValueError(
                 f"The temperatures of sapo are {temperatures}; they have to be over 0."
+            )
+        if self.loss_type == "vespo" and self.importance_sampling_level != "token":
+            raise ValueError(
+                "loss_type vespo has ratios of sequences of its own. Leave out "
+                f"importance_sampling_level, which is {self.importance_sampling_level}."
             )
         if self.delta is not None and not self.delta > 1 + self.high:
             raise ValueError(
@@ -100,6 +112,8 @@ class PolicyLoss:
                 * `ref_logps`: by the reference; read if beta is not 0;
                 * `policy_weights`: factors of the policy's term, see `corrections.py`;
                   absent: 1;
+                * `importance_ratios`: of tokens, see `importance_correction`; read by
+                  vespo alone, whose weights have them; absent: 1;
 
                 `segment_ids`, int32 (rows, tokens): numbers of samples, where a row has
                 several; read by levels of sequences; absent: a row is a sample;
@@ -115,12 +129,11 @@ class PolicyLoss:
         logps = jnp.where(mask != 0, logps, 0.0)
         old = batch.get("old_logps")
         old = jax.lax.stop_gradient(logps) if old is None else old
-        log_ratios = self._log_ratios(logps, old, mask, batch.get("segment_ids"))
-        ratios = jnp.exp(log_ratios)
-        losses = self._policy_losses(logps, ratios, batch["advantages"])
+        differences = jnp.where(mask != 0, logps - old, 0.0)
+        ratios = jnp.exp(self._log_ratios(logps, differences, mask, batch))
+        losses, metrics = self._policy_losses(logps, ratios, differences, mask, batch)
         if "policy_weights" in batch:
             losses = losses * batch["policy_weights"]
-        metrics: Metrics = {}
         if self.beta:
             divergence = k3(logps, batch["ref_logps"], mask)
             if self.use_bias_correction_kl:
@@ -129,7 +142,6 @@ class PolicyLoss:
             metrics["kl"] = mean_over(divergence, mask)
         if entropies is not None:
             metrics["entropy"] = mean_over(entropies, mask)
-        metrics |= self._clipped(ratios, batch["advantages"], mask, batch)
         metrics = jax.lax.stop_gradient(metrics)
         # Where the mask is 0 a loss may be anything that is not finite.
         losses = jnp.where(mask != 0, losses, 0.0)
@@ -137,57 +149,60 @@ class PolicyLoss:
         return Weighted(total, jnp.sum(batch["denominators"])), metrics
 
     def _log_ratios(
-        self, logps: jax.Array, old: jax.Array, mask: jax.Array, segments: Any
+        self, logps: jax.Array, differences: jax.Array, mask: jax.Array, batch: Batch
     ) -> jax.Array:
         """Logarithms of importance ratios, (rows, tokens)."""
-        differences = jnp.where(mask != 0, logps - old, 0.0)
         level = self.importance_sampling_level
         if level == "token":
             return differences
-        sums = over_sequences(differences, segments)
+        sums = over_sequences(differences, batch)
         if level == "sequence_product":
             return sums
-        means = sums / jnp.maximum(over_sequences(mask, segments), 1.0)
+        means = sums / lengths(mask, batch)
         if level == "sequence":
             return means
         return jax.lax.stop_gradient(means) + logps - jax.lax.stop_gradient(logps)
 
     def _policy_losses(
-        self, logps: jax.Array, ratios: jax.Array, advantages: jax.Array
-    ) -> jax.Array:
+        self,
+        logps: jax.Array,
+        ratios: jax.Array,
+        differences: jax.Array,
+        mask: jax.Array,
+        batch: Batch,
+    ) -> tuple[jax.Array, Metrics]:
+        """The policy's term of each token, and metrics of ratios that are clipped."""
+        advantages = batch["advantages"]
         if self.loss_type == "cispo":
             capped = jax.lax.stop_gradient(jnp.minimum(ratios, self.high))
-            return -capped * advantages * logps
+            is_capped = (ratios > self.high) & (advantages > 0)
+            share = mean_over(is_capped, self._metric_weights(mask, batch))
+            return -capped * advantages * logps, {"cispo_clip_ratio": share}
         if self.loss_type == "sapo":
             temperatures = jnp.where(
                 advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg
             )
             gates = jax.nn.sigmoid(temperatures * (ratios - 1)) * 4 / temperatures
-            return -gates * advantages
+            return -gates * advantages, {}
+        if self.loss_type == "vespo":
+            weights = jax.lax.stop_gradient(self._vespo(differences, mask, batch))
+            mean = mean_over(weights, mask / lengths(mask, batch))
+            return -weights * advantages * logps, {"vespo/phi_seq_mean": mean}
         clipped = jnp.clip(ratios, 1 - self.epsilon, 1 + self.high)
-        return -jnp.minimum(self._capped(ratios) * advantages, clipped * advantages)
+        if self.delta is not None:
+            ratios = jnp.minimum(ratios, self.delta)
+        losses = -jnp.minimum(ratios * advantages, clipped * advantages)
+        return losses, self._clipped(ratios, mask, batch)
 
-    def _capped(self, ratios: jax.Array) -> jax.Array:
-        return ratios if self.delta is None else jnp.minimum(ratios, self.delta)
-
-    def _clipped(
-        self, ratios: jax.Array, advantages: jax.Array, mask: jax.Array, batch: Batch
-    ) -> Metrics:
+    def _clipped(self, ratios: jax.Array, mask: jax.Array, batch: Batch) -> Metrics:
         """Shares of ratios that are clipped."""
-        if self.loss_type == "sapo":
-            return {}
-        ratios = self._capped(ratios)
-        segments = batch.get("segment_ids")
-        lengths = jnp.maximum(over_sequences(mask, segments), 1.0)
-        is_of_tokens = self.importance_sampling_level in ("token", "sequence_token")
-        weights = mask if is_of_tokens else mask / lengths
-        if self.loss_type == "cispo":
-            is_capped = (ratios > self.high) & (advantages > 0)
-            return {"cispo_clip_ratio": mean_over(is_capped, weights)}
+        advantages = batch["advantages"]
+        weights = self._metric_weights(mask, batch)
         is_low = (ratios < 1 - self.epsilon) & (advantages < 0)
         is_high = (ratios > 1 + self.high) & (advantages > 0)
         low, high = (
-            over_sequences(x * mask, segments) / lengths for x in (is_low, is_high)
+            over_sequences(x * mask, batch) / lengths(mask, batch)
+            for x in (is_low, is_high)
         )
         return {
             "clip_ratio/low_mean": mean_over(is_low, weights),
@@ -196,6 +211,27 @@ class PolicyLoss:
             "clip_ratio/high_max": jnp.max(jnp.where(mask != 0, high, -jnp.inf)),
             "clip_ratio/region_mean": mean_over(is_low | is_high, weights),
         }
+
+    def _metric_weights(self, mask: jax.Array, batch: Batch) -> jax.Array:
+        """1 for each token, or for each sequence if ratios are of sequences."""
+        is_of_tokens = self.importance_sampling_level in ("token", "sequence_token")
+        return mask if is_of_tokens else mask / lengths(mask, batch)
+
+    def _vespo(
+        self, differences: jax.Array, mask: jax.Array, batch: Batch
+    ) -> jax.Array:
+        """e^l w^k e^(-l w) of the ratio w of a sequence, 1 where w is 1."""
+        log_ratios = jnp.clip(differences, -VESPO_LARGEST, VESPO_LARGEST)
+        if "importance_ratios" in batch:
+            corrections = jnp.log(batch["importance_ratios"])
+            corrections = jnp.clip(corrections, VESPO_SMALLEST, VESPO_LARGEST)
+            log_ratios = log_ratios + jnp.where(mask != 0, corrections, 0.0)
+        sums = over_sequences(log_ratios, batch)
+        sums = jnp.clip(sums, VESPO_SMALLEST, VESPO_LARGEST)
+        is_positive = batch["advantages"] >= 0
+        power = jnp.where(is_positive, self.vespo_k_pos, self.vespo_k_neg)
+        decay = jnp.where(is_positive, self.vespo_lambda_pos, self.vespo_lambda_neg)
+        return jnp.exp(decay + power * sums - decay * jnp.exp(sums))
 
 
 def k3(logps: jax.Array, ref_logps: jax.Array, mask: jax.Array) -> jax.Array:
@@ -207,9 +243,9 @@ def k3(logps: jax.Array, ref_logps: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.expm1(difference) - difference
 
 
-def over_sequences(values: jax.Array, segments: jax.Array | None) -> jax.Array:
+def over_sequences(values: jax.Array, batch: Batch) -> jax.Array:
     """Sums over the tokens of a sample, at each of its tokens, (rows, tokens)."""
-    if segments is None:
+    if "segment_ids" not in batch:
         return jnp.broadcast_to(jnp.sum(values, axis=1, keepdims=True), values.shape)
 
     def row(values: jax.Array, segments: jax.Array) -> jax.Array:
@@ -217,7 +253,12 @@ def over_sequences(values: jax.Array, segments: jax.Array | None) -> jax.Array:
         count = values.shape[0] + 1
         return jax.ops.segment_sum(values, segments, num_segments=count)[segments]
 
-    return jax.vmap(row)(values, segments)
+    return jax.vmap(row)(values, batch["segment_ids"])
+
+
+def lengths(mask: jax.Array, batch: Batch) -> jax.Array:
+    """Tokens of a sample, at each of its tokens; at least 1, (rows, tokens)."""
+    return jnp.maximum(over_sequences(mask, batch), 1.0)
 
 
 def token_scores(

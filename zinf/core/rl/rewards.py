@@ -90,13 +90,14 @@ def combined_advantages(
     Raises:
         ValueError: see `combined` and `grpo_advantages`.
     """
+    stacked = _stacked(rewards)
     columns = []
-    for values in _stacked(rewards).T:
+    for values in stacked.T:
         groups = grouped(values, group_size)
         centred = groups - nan_mean(groups, axis=1)
         columns.append((centred / (nan_std(groups, axis=1) + EPSILON)).reshape(-1))
-    stacked = np.stack(columns, axis=1)
-    total = np.nansum(stacked * _weights(rewards, weights), axis=1)
+    total = np.nansum(np.stack(columns, axis=1) * _weights(rewards, weights), axis=1)
+    # As in TRL, a reward alone in its group counts as 0 here, and a missing one not.
     total = np.where(np.isnan(stacked).all(axis=1), np.nan, total)
     scaled = (total - nan_mean(total)) / (nan_std(total) + EPSILON)
     return np.nan_to_num(scaled, nan=0.0)

@@ -158,4 +158,5 @@ LOSS_TYPES: dict[str, Aggregation] = {
     "cispo": _mean_of_tokens,  # https://arxiv.org/abs/2506.13585
     "sapo": _mean_of_means,  # https://arxiv.org/abs/2511.20347
     "luspo": _sum_of_tokens,  # https://arxiv.org/abs/2602.05261
+    "vespo": _mean_of_tokens,  # https://arxiv.org/abs/2602.10693
 }
