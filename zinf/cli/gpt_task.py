@@ -209,6 +209,9 @@ class GptTask:
 
     def before_training(self, engine: Any, say: Callable[[str], None]) -> None: ...
 
+    def measures(self, engine: Any, batches: Any) -> tuple[()]:
+        return ()
+
     def export(self, engine: Any, say: Callable[[str], None]) -> None: ...
 
     def write_adapter(self, tensors: AbstractTensors, output: Path) -> None:

@@ -32,7 +32,7 @@ from zinf.core.config import Config
 from zinf.core.engine.engine import Engine
 from zinf.core.machine.devices import on_devices
 from zinf.core.step.run.calibrate import said_of_rates
-from zinf.core.trainer import Trainer
+from zinf.core.trainer import Hook, Trainer
 from zinf.distributed import AbstractGroup, flat
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
 
@@ -165,6 +165,10 @@ def train_held(
                 log_every=config.log_every,
                 learning_rate=learning_rate(config),
                 describe=task.describe,
+                hooks=[
+                    Hook(measure, config.run.evaluate_every, at_end=True)
+                    for measure in task.measures(engine, evaluation_data)
+                ],
             )
             try:
                 trainer.run()

@@ -47,6 +47,7 @@ KEYS = {
     "logging-steps": "run.log_every",
     "seed": "run.seed",
     "val-set-size": "data.validation_fraction",
+    "center-rewards-coefficient": "data.center_rewards_coefficient",
 }
 # What zinf does in its own way whatever is asked. The run goes on.
 OTHERWISE = {

@@ -57,6 +57,11 @@ OBJECTIVES = {
         num_sequences=2,
         # That of sft: TRL's example has 8e-6 of all weights.
     ),
+    "reward": Traits(
+        "score chosen answers above rejected ones, https://arxiv.org/abs/2203.02155",
+        "chosen and rejected answers",
+        num_sequences=2,
+    ),
     "classification": Traits(
         "give a text its label", "a text and its label", has_classes=True
     ),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import grain
 import jax
@@ -26,6 +26,9 @@ PREFERENCES = " or ".join(n for n, x in OBJECTIVES.items() if x.num_sequences ==
 class PairTokenizing(Tokenizing):
     """How lines with `chosen` and `rejected` become two samples each."""
 
+    # Whether labels are of answers alone; a text may then not begin with its answer.
+    finds_answers: ClassVar[bool] = True
+
     def read(self, line: Any, where: str) -> Reading:
         """The chosen and the rejected sample of a line: both, or none of them.
 
@@ -43,11 +46,11 @@ class PairTokenizing(Tokenizing):
                 "chosen and rejected, or two conversations chosen and rejected; found "
                 f"{found}."
             )
-        one = replace(self, completion_only=True)
+        one = replace(self, completion_only=self.finds_answers)
         tools = {"tools": tools_of(line, where)}
         both = [
             Tokenizing.read(
-                one, _answered(line, side, where) | tools, f"{where}, {side}"
+                one, self._answered(line, side, where) | tools, f"{where}, {side}"
             )
             for side in SIDES
         ]
@@ -56,20 +59,23 @@ class PairTokenizing(Tokenizing):
         chosen, rejected = (reading.samples[0] for reading in both)
         return Reading((chosen, rejected), any(reading.is_cut for reading in both))
 
-
-def _answered(line: Mapping[str, Any], side: str, where: str) -> dict[str, Any]:
-    prompt, answer = line.get("prompt"), line[side]
-    is_conversation = isinstance(answer, list)
-    if is_conversation and isinstance(prompt, list):
+    def _answered(
+        self, line: Mapping[str, Any], side: str, where: str
+    ) -> dict[str, Any]:
+        prompt, answer = line.get("prompt"), line[side]
+        is_conversation = isinstance(answer, list)
+        if is_conversation and isinstance(prompt, list):
+            return {"prompt": prompt, "completion": answer}
+        if is_conversation:
+            return {"messages": answer}
+        if prompt is None and not self.finds_answers:
+            return {"text": answer}
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f"{where}: {side} is a text, so prompt must be the text before it; "
+                f"found {prompt!r:.40}."
+            )
         return {"prompt": prompt, "completion": answer}
-    if is_conversation:
-        return {"messages": answer}
-    if not isinstance(prompt, str):
-        raise ValueError(
-            f"{where}: {side} is a text, so prompt must be the text before it; found "
-            f"{prompt!r:.40}."
-        )
-    return {"prompt": prompt, "completion": answer}
 
 
 class Pairs(grain.sources.RandomAccessDataSource):

@@ -1,8 +1,10 @@
 """The model, data and optimizer of a config whose `model.huggingface` names a model."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ from zinf.hf.packing import Packed
 from zinf.inference import ROWS
 
 ALONE = Alone()
+Measure = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -394,6 +397,41 @@ class Task:
             for f in folders
         ]
         before(engine, config, files, say)
+
+    def measures(
+        self, engine: Any, batches: Iterable[Any] | None
+    ) -> tuple[Measure, ...]:
+        """What evaluations measure beside the loss, if the objective measures more.
+
+        Each adds to the metrics of a step. It has a pass of its own, with the weights
+        as trained.
+
+        Args:
+            batches: those of an evaluation; None: there is none.
+        """
+        if batches is None or self.objective.outputs is None:
+            return ()
+        function = partial(self.objective.outputs, self.model)
+        if engine.adapted is not None:
+            function = engine.adapted.applied(function)
+        return (partial(self._measure, engine, batches, function),)
+
+    def _measure(
+        self,
+        engine: Any,
+        batches: Iterable[Any],
+        function: Callable,
+        metrics: dict[str, Any],
+    ) -> None:
+        """Add the means of the measures of the objective to metrics of a step."""
+        measures = self.objective.measures
+        assert measures is not None, "outputs are there to be measured"
+        values: dict[str, list[np.ndarray]] = {}
+        for batch in islice(batches, self.config.run.evaluate_batches):
+            for name, found in measures(engine.apply(function, batch), batch).items():
+                values.setdefault(name, []).append(found)
+        for name, parts in values.items():
+            metrics[f"evaluation_{name}"] = float(np.concatenate(parts).mean())
 
     @staticmethod
     def describe(batch: Mapping[str, np.ndarray]) -> dict[str, int]:

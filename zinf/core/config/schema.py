@@ -352,6 +352,10 @@ class Data(Section):
     simpo_gamma: NonNegative = 0.5
     """With simpo: the margin by which chosen answers are to be likelier, after beta."""
 
+    center_rewards_coefficient: NonNegative = 0.0
+    """With reward: weight of the square of the sum of a pair's scores, which keeps them
+    near 0, such as 0.01."""
+
     packing: Flag = False
     """With model.huggingface: put several samples into a row of sequence_length tokens.
     No token sees another sample."""

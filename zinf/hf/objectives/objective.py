@@ -12,7 +12,7 @@ import numpy as np
 from zinf.core.config import Config
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
-from zinf.hf.model import Model, load
+from zinf.hf.model import Batch, Model, Params, load
 from zinf.hf.samples import Tokenizing
 
 Spec = dict[str, jax.ShapeDtypeStruct]
@@ -50,6 +50,10 @@ class Objective:
             training and those of files of their own for evaluation.
         settings_of_data: `(model, config) -> keys` of the data section that the config
             leaves open and the files decide.
+        outputs: `(model, params, batch) -> array`, of which evaluations measure more
+            than the loss.
+        measures: `(outputs, batch) -> values by name`, whose means over the rows of an
+            evaluation join its metrics.
     """
 
     loss: Callable[[Model, Config], Callable]
@@ -61,6 +65,11 @@ class Objective:
         Callable[[ModelEngine, Config, Sequence[Samples], Say], None] | None
     ) = None
     settings_of_data: Callable[[Model, Config], Mapping[str, Any]] | None = None
+    outputs: Callable[[Model, Params, Batch], jax.Array] | None = None
+    measures: (
+        Callable[[np.ndarray, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
+        | None
+    ) = None
 
 
 def tokens_spec(*shape: int) -> jax.ShapeDtypeStruct:
