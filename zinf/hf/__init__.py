@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from zinf.hf.completion import complete_texts as complete_texts
     from zinf.hf.completion import prompt_tokens as prompt_tokens
     from zinf.hf.completion import settings_of as settings_of
+    from zinf.hf.critic import Critic as Critic
+    from zinf.hf.critic import load_critic as load_critic
     from zinf.hf.dataset import no_samples as no_samples
     from zinf.hf.dataset import treated as treated
     from zinf.hf.engine import ModelEngine as ModelEngine

@@ -28,7 +28,7 @@ import optax  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
 
-from zinf import hf  # isort: skip
+from zinf import hf, rl  # isort: skip
 from zinf.core.config import Config  # isort: skip
 from zinf.hf.objectives.reward import (  # isort: skip
     Rated,
@@ -254,6 +254,70 @@ def test_the_command_trains_a_judge_that_transformers_opens(adapted, tmp_path):
     files, weights = task_of(output).model.open_weights()
     with files:
         assert not weights.new
+
+
+def experience(folder):
+    """A critic that begins as a reward model, and a batch for it."""
+    torch_model, batch = judge(folder), batch_of()
+    mask = np.float32(batch["attention_mask"][:, 0, 1:])
+    mask[:, :3] = 0
+    weights, denominators = rl.token_weights(mask, "dapo")
+    rng = np.random.default_rng(0)
+    old, returns = np.float32(rng.normal(size=(2, *mask.shape)))
+    return torch_model, {
+        "input_ids": batch["input_ids"][:, 0],
+        "weights": weights,
+        "denominators": denominators,
+        "old_values": old,
+        "returns": returns,
+    }
+
+
+def test_a_critic_has_the_values_and_the_loss_of_deepspeed_chat(tmp_path):
+    """Those of the reward model's head before each token, and `critic_loss_fn`."""
+    torch_model, batch = experience(tmp_path)
+    ids = torch.tensor(batch["input_ids"]).long()
+    hidden = torch_model.model(ids).last_hidden_state
+    values = torch_model.score(hidden)[:, :-1, 0]
+    critic = hf.Critic(hf.load_critic(tmp_path))
+    assert not critic.model.is_random
+    params = params_of(torch_model) | {"score.bias": jnp.zeros(1)}
+    arrays = {name: jnp.asarray(x) for name, x in batch.items()}
+    found = critic.values(params, arrays)
+    np.testing.assert_allclose(found, values.detach(), rtol=1e-5, atol=1e-5)
+    old, returns = (torch.tensor(batch[n]) for n in ("old_values", "returns"))
+    mask = torch.tensor(batch["weights"])
+    clipped = torch.clamp(values, old - 0.2, old + 0.2)
+    errors = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
+    wanted = 0.5 * torch.sum(errors * mask) / mask.sum()
+    wanted.backward()
+    gradient = jax.jit(jax.value_and_grad(lambda *x: critic.loss(*x).mean))
+    loss, gradients = gradient(params, arrays)
+    np.testing.assert_allclose(loss, wanted.item(), rtol=1e-5)
+    for name, parameter in torch_model.named_parameters():
+        np.testing.assert_allclose(
+            gradients[name], parameter.grad, rtol=0, atol=2e-5, err_msg=name
+        )
+
+
+@pytest.mark.slow
+def test_a_critic_trains_away_from_the_device(tmp_path):
+    """It begins with the head of the reward model, and a bias of 0."""
+    _, batch = experience(tmp_path / "model")
+    critic = hf.Critic(hf.load_critic(tmp_path / "model"), rl.ValueLoss(None))
+    files, weights = critic.model.open_weights()
+    with files:
+        assert weights.new == ("score.bias",)
+        assert weights.whole("score.bias") == 0
+    rest = {"loss": critic.loss, "batch": batch}
+    config = on_tier("host", tmp_path)
+    with hf.initialize(critic.model, optax.adamw(1e-2), config, **rest) as engine:
+        before = engine.apply(critic.values, batch)
+        losses = [float(engine.step(batch)["loss"]) for _ in range(6)]
+    assert before.shape == batch["returns"].shape
+    errors = np.square(before - batch["returns"])[batch["weights"] != 0]
+    np.testing.assert_allclose(losses[0], errors.mean() / 2, rtol=1e-5)
+    assert losses[-1] < losses[0] / 2
 
 
 def test_rows_have_masks_and_margins(tmp_path):
