@@ -126,7 +126,6 @@ class PolicyLoss:
             ratios are of sequences, and tokens otherwise.
         """
         mask = (batch["weights"] != 0).astype(jnp.float32)
-        logps = jnp.where(mask != 0, logps, 0.0)
         old = batch.get("old_logps")
         old = jax.lax.stop_gradient(logps) if old is None else old
         differences = jnp.where(mask != 0, logps - old, 0.0)
