@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from zinf.core.config.section import Section
-from zinf.core.config.status import AUTO, AUTO_WORD, Status, status_of
+from zinf.core.config.status import AUTO, AUTO_WORD
 
 Key = tuple[str, ...]
 
@@ -121,12 +121,7 @@ def chosen_values(
         found = getattr(section, key)
         if isinstance(found, Section) and isinstance(value, Mapping):
             yield from chosen_values(found, value, (*above, key))
-        elif (
-            value == AUTO_WORD
-            and found is not None
-            and AUTO in field.metadata
-            and status_of(field) is Status.USED
-        ):
+        elif value == AUTO_WORD and found is not None and AUTO in field.metadata:
             yield (*above, key), found
 
 

@@ -17,7 +17,7 @@ from zinf.core.config.notices import notices, shown
 from zinf.core.config.optimizer import AdamParams
 from zinf.core.config.scheduler import DecayParams
 from zinf.core.config.section import Section
-from zinf.core.config.status import AUTO, Status, asks, status_of
+from zinf.core.config.status import AUTO, Status, status_of
 from zinf.core.text.tables import html_table
 
 LONGEST_VALUE = 24
@@ -140,17 +140,17 @@ def _leaves(
 
 def _classified(section: type[Section], key: str, value: Any) -> tuple[Status, str]:
     reason = section.description_of(key)
-    ignored, field = section.IGNORED.get(key), section.model_fields.get(key)
-    if ignored is not None:
-        status, asks_nothing = ignored.status, not ignored.is_missed(value)
-    elif field is not None:
-        status, asks_nothing = status_of(field), not asks(value, field.default)
-    else:
+    row, field = section.UNREAD.get(key), section.model_fields.get(key)
+    if row is not None:
+        is_lack = row.status in (Status.UNSUPPORTED, Status.NO_EFFECT)
+        if is_lack and not row.asks(value):
+            return Status.AUTOMATIC, "This value asks for nothing that zinf lacks."
+        return row.status, reason
+    if field is None:
         hint = did_you_mean(str(key), section.known_keys())
         return Status.UNKNOWN, f"There is no such key here.{hint}"
-    if status in (Status.UNSUPPORTED, Status.NO_EFFECT) and asks_nothing:
-        return Status.AUTOMATIC, "This value asks for nothing that zinf lacks."
-    if value == "auto" and status is Status.USED and field and AUTO in field.metadata:
+    status = status_of(field)
+    if value == "auto" and status is Status.USED and AUTO in field.metadata:
         return Status.AUTOMATIC, f"{ABSENT}{reason}"
     return status, reason
 

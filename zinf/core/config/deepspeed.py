@@ -1,29 +1,26 @@
 """DeepSpeed's top-level keys, under their own names (DeepSpeed 0.19.6).
 
-Those whose value changes nothing are in `ignored`.
+Those that zinf does not read are in `unread`.
 """
-
-from typing import Literal
 
 from pydantic import Field
 
 from zinf.core.config.efficiency import CurriculumLearning, DataEfficiency
-from zinf.core.config.ignored import TABLE
-from zinf.core.config.opaque import AnyKeys
 from zinf.core.config.optimizer import Optimizer
 from zinf.core.config.precision import BF16, FP16, DataTypes
 from zinf.core.config.quantization import WeightQuantization
 from zinf.core.config.scalar import Count, Flag, NonNegative, Text, Whole
 from zinf.core.config.scheduler import Scheduler
 from zinf.core.config.section import Section
-from zinf.core.config.status import Auto, Unsupported
+from zinf.core.config.status import Auto
+from zinf.core.config.unread import TABLE
 from zinf.core.config.zero import AIO, ZeroOptimization
 
 
 class ActivationCheckpointing(Section):
     """What the backward pass needs of the forward pass."""
 
-    IGNORED = TABLE["activation_checkpointing"]
+    UNREAD = TABLE["activation_checkpointing"]
 
     cpu_checkpointing: Auto[Flag] = False
     """Keep the inputs of segments in host memory until the backward pass."""
@@ -32,16 +29,13 @@ class ActivationCheckpointing(Section):
 class Pipeline(Section):
     """DeepSpeed's pipeline engine. Every device of zinf runs every segment."""
 
-    IGNORED = TABLE["pipeline"]
-
-    stages: Unsupported[Count] = 1
-    """Pipeline parallelism; leave it out."""
+    UNREAD = TABLE["pipeline"]
 
 
 class ExpertParallel(Section):
     """DeepSpeed's AutoEP. zinf finds the experts of any model in its traced program."""
 
-    IGNORED = TABLE["expert_parallel"]
+    UNREAD = TABLE["expert_parallel"]
 
     enabled: Flag = False
     """Divide the experts of each layer among devices."""
@@ -63,7 +57,7 @@ class ExpertParallel(Section):
 class TensorParallel(Section):
     """DeepSpeed's AutoTP. zinf finds which weights to cut in the traced program."""
 
-    IGNORED = TABLE["tensor_parallel"]
+    UNREAD = TABLE["tensor_parallel"]
 
     autotp_size: Whole = 1
     """Devices that divide the weights of a layer; the same as mesh.tensor. 0 or 1: it
@@ -99,7 +93,7 @@ class CsvMonitor(Section):
 class DeepSpeedKeys(Section):
     """The keys that a `ds_config.json` may hold."""
 
-    IGNORED = TABLE["top level"]
+    UNREAD = TABLE["top level"]
 
     train_batch_size: Auto[Count | None] = None
     """Samples per optimizer step."""
@@ -149,26 +143,8 @@ class DeepSpeedKeys(Section):
     tensorboard: TensorBoard = Field(default_factory=TensorBoard)
     """Metrics as TensorBoard events."""
 
-    elasticity: Unsupported[AnyKeys | None] = None
-    """Batch sizes chosen by the number of devices; give batch sizes instead."""
-
-    autotuning: Unsupported[AnyKeys | None] = None
-    """Trial runs for the best settings; `zinf plan` predicts them without running."""
-
-    managed_gradient_accumulation: Unsupported[Flag] = True
-    """False lets the user decide when to step; `engine.step` is one optimizer step."""
-
-    gradient_allreduce_op: Unsupported[Literal["mean", "sum"]] = "mean"
-    """Sum gradients over devices and microbatches; leave it mean, scale the loss."""
-
     sequence_parallel_size: Count = 1
     """Devices that divide the positions of the same examples; the same as mesh.seq."""
-
-    amp: Unsupported[AnyKeys | None] = None
-    """NVIDIA Apex; use bf16 or fp16."""
-
-    torch_autocast: Unsupported[AnyKeys | None] = None
-    """Casts for each operation; use bf16 or fp16."""
 
     pipeline: Pipeline | None = None
     """Pipeline parallelism."""
@@ -179,21 +155,6 @@ class DeepSpeedKeys(Section):
     expert_parallel: ExpertParallel = Field(default_factory=ExpertParallel)
     """DeepSpeed's AutoEP: expert parallelism for models of transformers."""
 
-    sparse_attention: Unsupported[AnyKeys | None] = None
-    """Sparse attention kernels; attention is up to the model. Remove it."""
-
-    progressive_layer_drop: Unsupported[AnyKeys | None] = None
-    """Progressive layer dropping; remove it."""
-
-    eigenvalue: Unsupported[AnyKeys | None] = None
-    """Eigenvalues of the Hessian, for quantisation; remove it."""
-
-    quantize_training: Unsupported[AnyKeys | None] = None
-    """Mixture-of-Quantization (MoQ); remove it."""
-
-    compression_training: Unsupported[AnyKeys | None] = None
-    """Compression while training; remove it."""
-
     weight_quantization: WeightQuantization | None = None
     """Weights in 8 or 4 bits, to run a model and not to train it."""
 
@@ -203,20 +164,5 @@ class DeepSpeedKeys(Section):
     data_efficiency: DataEfficiency | None = None
     """Curricula, in `zinf train`."""
 
-    hybrid_engine: Unsupported[AnyKeys | None] = None
-    """Generation inside training; remove it."""
-
-    nebula: Unsupported[AnyKeys | None] = None
-    """Checkpoints by Azure Nebula; zinf writes its own, to run.output."""
-
     csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor)
     """Metrics as CSV files."""
-
-    wandb: Unsupported[AnyKeys | None] = None
-    """Metrics to Weights & Biases; set run.metrics for JSON lines instead."""
-
-    comet: Unsupported[AnyKeys | None] = None
-    """Metrics to Comet; set run.metrics for JSON lines instead."""
-
-    trackio: Unsupported[AnyKeys | None] = None
-    """Metrics to Trackio; set run.metrics for JSON lines instead."""

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from zinf.core.config.ignored import TABLE
 from zinf.core.config.scalar import Count, Flag
 from zinf.core.config.section import Section, Violation
+from zinf.core.config.unread import TABLE
 
 
 class DynamicBatching(Section):
@@ -15,7 +15,7 @@ class DynamicBatching(Section):
     similar length share a batch, in `data.max_buckets` lengths.
     """
 
-    IGNORED = TABLE["data_efficiency.data_sampling.dynamic_batching"]
+    UNREAD = TABLE["data_efficiency.data_sampling.dynamic_batching"]
 
     enabled: Flag = False
     """Whether batches are made so; train_batch_size is then what the learning rate is

@@ -6,13 +6,11 @@ from typing import Literal
 from pydantic import Field
 
 from zinf.core.config.dynamic_batching import DynamicBatching
-from zinf.core.config.ignored import TABLE
-from zinf.core.config.opaque import AnyKeys
 from zinf.core.config.pacing import Pacing, PacingConfig, pacing_violations
 from zinf.core.config.scalar import Count, Flag, Folder, Seed, Whole
 from zinf.core.config.schema import Model
 from zinf.core.config.section import Section, Violation
-from zinf.core.config.status import Unsupported
+from zinf.core.config.unread import TABLE
 
 TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
 LENGTHS = ("seqlen", TRUNCATE, RESHAPE)
@@ -81,7 +79,7 @@ class Metrics(Section):
 class SamplingCurriculum(Section):
     """Curricula by metrics of samples (https://arxiv.org/abs/2212.03597)."""
 
-    IGNORED = TABLE["data_efficiency.data_sampling.curriculum_learning"]
+    UNREAD = TABLE["data_efficiency.data_sampling.curriculum_learning"]
 
     enabled: Flag = False
     """Whether metrics restrict or shorten samples."""
@@ -119,7 +117,7 @@ class SamplingCurriculum(Section):
 class DataSampling(Section):
     """Which samples a step trains on, and how long they are."""
 
-    IGNORED = TABLE["data_efficiency.data_sampling"]
+    UNREAD = TABLE["data_efficiency.data_sampling"]
 
     enabled: Flag = False
     """Whether anything below is used."""
@@ -195,7 +193,7 @@ class RandomLTD(Section):
     it, and those of `model.huggingface`; other models call `zinf.random_ltd`.
     """
 
-    IGNORED = TABLE["data_efficiency.data_routing.random_ltd"]
+    UNREAD = TABLE["data_efficiency.data_routing.random_ltd"]
 
     enabled: Flag = False
     """Whether layers drop tokens while training."""
@@ -214,9 +212,6 @@ class RandomLTD(Section):
 
     random_ltd_schedule: KeptSchedule = Field(default_factory=KeptSchedule)
     """How many tokens they keep."""
-
-    layer_token_lr_schedule: Unsupported[AnyKeys | None] = None
-    """DeepSpeed has no code for it; set scheduler.count to layer_tokens instead."""
 
     def violations(self) -> Iterator[Violation]:
         if not self.enabled:

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from zinf.core.config.nearest import did_you_mean, nearest, unknown_key
 from zinf.core.config.opaque import known_below
 from zinf.core.config.section import Section, Violations
-from zinf.core.config.status import Status, status_of
 from zinf.core.text.complaint import one_line
 
 KeyPath = tuple[str | int, ...]
@@ -142,7 +141,7 @@ def can_be_left_out(
         if section is None or not isinstance(key, str):
             return False
         rest = problem.path[depth + 1 :]
-        if key in section.IGNORED:
+        if key in section.UNREAD:
             return not _is_mistyped(rest, known_below(key))
         field = section.model_fields.get(key)
         siblings = value if isinstance(value, Mapping) else {}
@@ -150,9 +149,6 @@ def can_be_left_out(
         if field is None and below is None:
             known = [*section.known_keys(), *schema.known_keys()]
             return nearest(key, known) is None and not any(paths_of(key, schema))
-        if field is not None and status_of(field) is not Status.USED:
-            known = below.known_keys() if below else known_below(key)
-            return not problem.value and not _is_mistyped(rest, known)
         section, value = below, siblings.get(key)
     return False
 
@@ -165,11 +161,11 @@ def _is_mistyped(path: KeyPath, known: Iterable[str]) -> bool:
 def without_effect(
     raw: Mapping[str, Any], schema: type[Section], above: KeyPath = ()
 ) -> Iterator[Notice]:
-    """A notice for each ignored key that asks for something zinf does not do."""
+    """A notice for each unread key that asks for something zinf does not do."""
     for key, value in raw.items():
-        ignored, below = schema.IGNORED.get(key), schema.section_at(key, raw)
-        if ignored and ignored.is_missed(value):
-            yield Notice((*above, key), f"has no effect here. {ignored.sentence}")
+        row, below = schema.UNREAD.get(key), schema.section_at(key, raw)
+        if row and row.is_missed(value):
+            yield Notice((*above, key), f"has no effect here. {row.sentence}")
         elif below and isinstance(value, Mapping):
             yield from without_effect(value, below, (*above, key))
 

@@ -1,11 +1,10 @@
-"""The keys of DeepSpeed's sections that are ignored or unsupported as a whole.
+"""The keys of DeepSpeed's sections that zinf does not read as a whole.
 
 zinf reads only flags such as "enabled" in them; a mistyped key is still an error. Keys
 as in DeepSpeed 0.19.6.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from zinf.core.config.nearest import unknown_key
 
@@ -60,9 +59,6 @@ KEYS = {
         steps_per_epoch""",
     "zeropp_loco_param": "err_beta reset_T",
 }
-
-AnyKeys = dict[str, Any]
-"""A mapping whose values are not checked; its keys are, if it is in `KEYS`."""
 
 
 def known_below(key: str) -> list[str]:

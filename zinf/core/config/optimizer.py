@@ -5,17 +5,17 @@ from typing import Annotated, Literal
 
 from pydantic import SerializeAsAny
 
-from zinf.core.config.ignored import TABLE
-from zinf.core.config.scalar import Count, Flag, Fraction, NonNegative, Number, Whole
+from zinf.core.config.scalar import Count, Flag, Fraction, NonNegative, Whole
 from zinf.core.config.section import Section, Violation
-from zinf.core.config.status import AUTO, Auto, Status, Unsupported
+from zinf.core.config.status import AUTO, Auto, Status
 from zinf.core.config.typed import TypedSection
+from zinf.core.config.unread import TABLE
 
 
 class OptimizerParams(Section):
     """What all optimizers take."""
 
-    IGNORED = TABLE["optimizer.params"]
+    UNREAD = TABLE["optimizer.params"]
 
     lr: Auto[NonNegative] = 1e-3
     """Learning rate; a scheduler may set it instead."""
@@ -23,23 +23,14 @@ class OptimizerParams(Section):
     weight_decay: Auto[NonNegative] = 0.0
     """Weight decay per step and learning rate; an L2 penalty where not decoupled."""
 
-    max_grad_norm: Unsupported[NonNegative] = 0.0
-    """Clipping belongs to the engine: set the top-level gradient_clipping instead."""
-
-    maximize: Unsupported[Flag] = False
-    """Gradient ascent; negate the loss instead."""
-
-    amsgrad: Unsupported[Flag] = False
-    """The AMSGrad variant; DeepSpeed's own kernels refuse it too."""
-
 
 class BetaParams(OptimizerParams):
     """What Adam and its relatives take."""
 
-    IGNORED = {
-        **OptimizerParams.IGNORED,
-        **TABLE["optimizer.params of Adam, AdamW and Lamb"],
-    }
+    UNREAD = (
+        OptimizerParams.UNREAD
+        | TABLE["optimizer.params of Adam, AdamW, GaLore and Lamb"]
+    )
 
     betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
     """Decay rates per step of the first and the second moment."""
@@ -47,12 +38,11 @@ class BetaParams(OptimizerParams):
     eps: Auto[NonNegative] = 1e-8
     """Added to the root of the second moment."""
 
-    bias_correction: Unsupported[Flag] = True
-    """Moments without bias correction; leave it true."""
-
 
 class AdamParams(BetaParams):
     """Adam and AdamW."""
+
+    UNREAD = BetaParams.UNREAD | TABLE["optimizer.params of Adam and AdamW"]
 
     adam_w_mode: Auto[Flag] = True
     """Decoupled weight decay, https://arxiv.org/abs/1711.05101; false: L2 penalty."""
@@ -65,9 +55,6 @@ class AdamParams(BetaParams):
     torch_adam: Annotated[Flag | None, Status.MOOT, AUTO] = None
     """Which kernel of Adam runs; zinf compiles every update."""
 
-    fp32_optimizer_states: Unsupported[Flag] = True
-    """Moments in the compute dtype; leave it true."""
-
     def violations(self) -> Iterator[Violation]:
         if self.torch_adam and "weight_decay" not in self.model_fields_set:
             text = "is 0.01 by default in torch's AdamW and 0 in DeepSpeed's"
@@ -77,20 +64,19 @@ class AdamParams(BetaParams):
 class SGDParams(OptimizerParams):
     """SGD as in torch: momentum is a sum of gradients, weight decay an L2 penalty."""
 
+    UNREAD = OptimizerParams.UNREAD | TABLE["optimizer.params of SGD"]
+
     momentum: Auto[Fraction] = 0.0
     """Decay rate per step of the momentum."""
 
     nesterov: Auto[Flag] = False
     """Nesterov momentum."""
 
-    dampening: Unsupported[Number] = 0.0
-    """Dampened momentum; leave it 0."""
-
 
 class LionParams(OptimizerParams):
     """Lion (https://arxiv.org/abs/2302.06675), weight decay decoupled."""
 
-    IGNORED = {**OptimizerParams.IGNORED, **TABLE["optimizer.params of Lion"]}
+    UNREAD = OptimizerParams.UNREAD | TABLE["optimizer.params of Lion"]
 
     betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.99)
     """Rates per step that mix the update and decay the momentum."""
@@ -99,14 +85,13 @@ class LionParams(OptimizerParams):
 class AdagradParams(OptimizerParams):
     """Adagrad as in torch: weight decay is an L2 penalty."""
 
+    UNREAD = OptimizerParams.UNREAD | TABLE["optimizer.params of Adagrad"]
+
     lr: Auto[NonNegative] = 1e-2
     """Learning rate; a scheduler may set it instead."""
 
     eps: Auto[NonNegative] = 1e-10
     """Added to the root of the sum of squares."""
-
-    lr_decay: Unsupported[NonNegative] = 0.0
-    """Learning rate decay of the optimizer; use a scheduler instead."""
 
     initial_accumulator_value: Auto[NonNegative] = 0.0
     """First value of the sum of squares."""
@@ -128,7 +113,7 @@ class LambParams(BetaParams):
 class MuonParams(OptimizerParams):
     """Muon (https://kellerjordan.github.io/posts/muon) for matrices, else Adam."""
 
-    IGNORED = {**OptimizerParams.IGNORED, **TABLE["optimizer.params of Muon"]}
+    UNREAD = OptimizerParams.UNREAD | TABLE["optimizer.params of Muon"]
 
     momentum: Auto[Fraction] = 0.95
     """Decay rate per step of the momentum of matrices."""
@@ -150,9 +135,6 @@ class MuonParams(OptimizerParams):
 
     adam_w_mode: Auto[Flag] = True
     """Decoupled weight decay for everything else; false: L2 penalty."""
-
-    per_head_muon: Unsupported[Flag] = False
-    """One orthogonal matrix per attention head; leave it false."""
 
 
 class AdafactorParams(OptimizerParams):
@@ -191,7 +173,7 @@ class GaLoreParams(BetaParams):
 class Optimizer(TypedSection):
     """The optimizer, with the meaning its parameters have in torch and DeepSpeed."""
 
-    IGNORED = TABLE["optimizer"]
+    UNREAD = TABLE["optimizer"]
 
     KNOWN = {
         "Adam": AdamParams,

@@ -2,23 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from zinf.core.config.ignored import TABLE
 from zinf.core.config.scalar import Count, Flag, NonNegative, Whole
 from zinf.core.config.section import Section, Violation
-from zinf.core.config.status import Auto, Unsupported
-
-DtypeName = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
-
-
-def _named_shortly(name: object) -> object:
-    return "fp32" if name in (None, "float32") else name
-
-
-Dtype = Annotated[DtypeName, BeforeValidator(_named_shortly)]
+from zinf.core.config.status import Auto
+from zinf.core.config.unread import TABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +29,19 @@ class LossScaling:
 class BF16(Section):
     """bfloat16 compute copies of fp32 master parameters."""
 
-    IGNORED = TABLE["bf16"]
+    UNREAD = TABLE["bf16"]
 
     enabled: Auto[Flag] = False
     """Compute in bfloat16; masters and optimizer state stay fp32."""
-
-    bf16_master_weights_and_grads: Unsupported[Flag] = False
-    """Masters and gradients in bf16 would change the numerics; masters are fp32."""
-
-    bf16_optimizer_states: Unsupported[Flag] = False
-    """Optimizer state in bf16 would change the numerics; the optimizer chooses it."""
 
 
 class FP16(Section):
     """float16 compute copies of fp32 master parameters, with loss scaling."""
 
-    IGNORED = TABLE["fp16"]
+    UNREAD = TABLE["fp16"]
 
     enabled: Auto[Flag] = False
     """Compute in float16 with loss scaling; masters and optimizer state stay fp32."""
-
-    auto_cast: Unsupported[Flag] = False
-    """Casting the batch to fp16 is up to the loss function."""
 
     loss_scale: Auto[NonNegative] = 0.0
     """Static loss scale; 0 scales dynamically."""
@@ -81,9 +60,6 @@ class FP16(Section):
 
     min_loss_scale: Auto[NonNegative] = 1.0
     """The dynamic loss scale never falls below this."""
-
-    fp16_master_weights_and_grads: Unsupported[Flag] = False
-    """Masters and gradients in fp16 would change the numerics; masters are fp32."""
 
     def violations(self) -> Iterator[Violation]:
         initial = (
@@ -114,14 +90,7 @@ class FP16(Section):
 class DataTypes(Section):
     """Dtypes of other arrays than compute copies and masters."""
 
-    grad_accum_dtype: Unsupported[Dtype] = "fp32"
-    """Gradients of microbatches are summed in fp32; 16 bits would lose small ones."""
-
-    param_dtype: Unsupported[Dtype] = "fp32"
-    """Parameters are kept in fp32, whatever the compute precision."""
-
-    buffer_dtype: Unsupported[DtypeName | None] = None
-    """Leaves that are not parameters keep their dtype."""
+    UNREAD = TABLE["data_types"]
 
 
 def precision_violations(bf16: BF16, fp16: FP16) -> Iterator[Violation]:

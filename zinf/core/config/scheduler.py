@@ -7,20 +7,20 @@ rate, by default 0, in its first two steps; one of `transformers` (`linear`, `co
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, SerializeAsAny
 
 from zinf.core.config.scalar import (
     Count,
     Flag,
     Fraction,
-    Integer,
     NonNegative,
     Number,
     Whole,
 )
 from zinf.core.config.section import Section
-from zinf.core.config.status import Auto, Unsupported
+from zinf.core.config.status import Auto
 from zinf.core.config.typed import TypedSection
+from zinf.core.config.unread import TABLE
 
 # "auto" means the optimizer's learning rate; an absent key may mean another one.
 OptimizerLR = BeforeValidator(lambda value: None if value == "auto" else value)
@@ -29,8 +29,7 @@ OptimizerLR = BeforeValidator(lambda value: None if value == "auto" else value)
 class SchedulerParams(Section):
     """What all schedules take."""
 
-    last_batch_iteration: Unsupported[Annotated[Integer, Field(ge=-1)]] = -1
-    """Steps already done; a resumed run continues its schedule by itself."""
+    UNREAD = TABLE["scheduler.params"]
 
 
 class LRRangeTestParams(SchedulerParams):

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self, get_args
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from zinf.core.config.docstrings import docstrings
-from zinf.core.config.ignored import Ignored
 from zinf.core.config.opaque import unknown_below
-from zinf.core.config.status import AUTO, Status, asks, status_of
+from zinf.core.config.status import AUTO
+from zinf.core.config.unread import Unread
 from zinf.core.text.tables import html_table
 
 Violation = tuple[tuple[str, ...], str]
@@ -35,19 +35,19 @@ class Section(BaseModel):
         defer_build=True,
     )
 
-    IGNORED: ClassVar[Mapping[str, Ignored]] = {}
+    UNREAD: ClassVar[dict[str, Unread]] = {}
     """Keys that are allowed beside the fields, and that a section does not keep."""
 
     @classmethod
     def known_keys(cls) -> list[str]:
         """The keys that may be given."""
-        return [*cls.model_fields, *cls.IGNORED]
+        return [*cls.model_fields, *cls.UNREAD]
 
     @classmethod
     def description_of(cls, key: str) -> str:
         """The sentence about a key, or "" if it has none."""
-        ignored = cls.IGNORED.get(key)
-        return ignored.sentence if ignored else docstrings(cls).get(key, "")
+        unread = cls.UNREAD.get(key)
+        return unread.sentence if unread else docstrings(cls).get(key, "")
 
     def violations(self) -> Iterator[Violation]:
         """Keys of this section that contradict each other."""
@@ -85,14 +85,15 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _omit_ignored(cls, data: Any) -> Any:
+    def _omit_unread(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        found = [
-            ((key, below), text)
-            for key in cls.known_keys()
-            for below, text in unknown_below(key, data.get(key))
-        ]
+        found: list[Violation] = []
+        for key, row in sorted(cls.UNREAD.items()):
+            mistyped = list(unknown_below(key, data.get(key)))
+            found += [((key, below), text) for below, text in mistyped]
+            if row.is_refused(data.get(key)) and not mistyped:
+                found.append(((key,), f"not supported yet. {row.sentence}"))
         if found:
             raise Violations(found)
         return {k: v for k, v in data.items() if not cls._is_omitted(k, v)}
@@ -101,24 +102,17 @@ class Section(BaseModel):
     def _is_omitted(cls, key: Any, value: Any) -> bool:
         field = cls.model_fields.get(key) if isinstance(key, str) else None
         if field is None:
-            return key in cls.IGNORED
+            return key in cls.UNREAD
         if value is None:
             return _section_in(field.annotation) is not None
         return isinstance(value, str) and value == "auto" and AUTO in field.metadata
 
     @model_validator(mode="after")
     def _refuse_violations(self) -> Self:
-        found = [*self._unsupported(), *self.violations()]
+        found = tuple(self.violations())
         if found:
             raise Violations(found)
         return self
-
-    def _unsupported(self) -> Iterator[Violation]:
-        for key in sorted(self.model_fields_set):
-            field = type(self).model_fields[key]
-            value = getattr(self, key)
-            if status_of(field) is Status.UNSUPPORTED and asks(value, field.default):
-                yield (key,), f"not supported yet. {self.description_of(key)}"
 
 
 def _section_in(annotation: Any) -> type[Section] | None:

@@ -1,7 +1,7 @@
 """DeepSpeed's `zero_optimization`: the ZeRO stage, and what rests on which tier.
 
 Buffers, buckets and hooks exist in DeepSpeed because nothing there knows the program
-ahead. The plan does, so the keys for them are in `ignored`.
+ahead. The plan does, so the keys for them are in `unread`.
 """
 
 from collections.abc import Iterator
@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from zinf.core.config.ignored import TABLE
-from zinf.core.config.opaque import AnyKeys
 from zinf.core.config.scalar import Flag, Folder, Integer, Whole
 from zinf.core.config.section import Section, Violation
-from zinf.core.config.status import Auto, Unsupported
+from zinf.core.config.status import Auto
+from zinf.core.config.unread import TABLE
 from zinf.core.program import Tier
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
@@ -23,13 +22,13 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 class AIO(Section):
     """DeepSpeed's asynchronous I/O."""
 
-    IGNORED = TABLE["aio"]
+    UNREAD = TABLE["aio"]
 
 
 class OffloadParam(Section):
     """Where parameters rest between uses."""
 
-    IGNORED = TABLE["zero_optimization.offload_param"]
+    UNREAD = TABLE["zero_optimization.offload_param"]
 
     device: Auto[OffloadDevice | None] = None
     """Tier of parameters: none (device), cpu (host), nvme; absent: by budget."""
@@ -44,7 +43,7 @@ class OffloadParam(Section):
 class OffloadOptimizer(Section):
     """Where optimizer state and fp32 masters rest between uses."""
 
-    IGNORED = TABLE["zero_optimization.offload_optimizer"]
+    UNREAD = TABLE["zero_optimization.offload_optimizer"]
 
     device: Auto[OffloadDevice | None] = None
     """Tier of optimizer state: none (device), cpu (host), nvme; absent: by budget."""
@@ -59,7 +58,7 @@ class OffloadOptimizer(Section):
 class ZeroOptimization(Section):
     """ZeRO stage and offload."""
 
-    IGNORED = TABLE["zero_optimization"]
+    UNREAD = TABLE["zero_optimization"]
 
     stage: Auto[Annotated[Whole, Field(le=3)]] = 0
     """ZeRO stage; sharded: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."""
@@ -80,21 +79,9 @@ class ZeroOptimization(Section):
     mics_shard_size: Auto[Annotated[Integer, Field(ge=-1)]] = -1
     """Devices in each group that holds all state (MiCS); -1: no groups."""
 
-    zenflow: Unsupported[AnyKeys | None] = None
-    """ZenFlow applies gradients late, which changes the numerics; remove it."""
-
     zero_quantized_weights: Auto[Flag] = False
     """Gather parameters as 8-bit integers (ZeRO++ qwZ), at stage 3. A weight is rounded
     by at most 1/254 of the largest of up to 256 beside it. The step is streamed."""
-
-    zero_quantized_nontrainable_weights: Unsupported[Flag] = False
-    """Quantised frozen weights would change the numerics; leave it false."""
-
-    zero_quantized_gradients: Unsupported[Flag] = False
-    """Quantised gradient reduction would change the numerics; leave it false."""
-
-    zeropp_loco_param: Unsupported[AnyKeys | None] = None
-    """Error feedback for quantised gradients, which are not supported; remove it."""
 
     aio: AIO | None = None
     """The same as aio. Hugging Face documents it here; DeepSpeed does not read it."""

@@ -1,39 +1,65 @@
-"""DeepSpeed's keys whose value changes nothing here: a table of keys and sentences.
+"""DeepSpeed's keys that zinf does not read: a table of keys and sentences.
 
-A key in the table is known and takes any value; no section keeps that value. Keys are
-those of DeepSpeed 0.19.6, under all their names, and old ones that are still in use.
+A key in the table is known, and no section keeps its value. Keys are those of DeepSpeed
+0.19.6, under all their names, and old ones that are still in use.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from zinf.core.config.status import Status, asks
+from zinf.core.config.status import AUTO_WORD, Status
 
 
 @dataclass(frozen=True, slots=True)
-class Ignored:
+class Unread:
     """A row for one key.
 
     Attributes:
-        status: why the value changes nothing.
-        sentence: what zinf does.
-        default: of a key without effect, the value that asks for nothing.
+        status: why the value is not read. Unsupported: a value that asks is refused.
+        sentence: what zinf does, or what to do instead.
+        usual: values that ask for nothing, as null and "auto" do.
     """
 
     status: Status
     sentence: str
-    default: bool
+    usual: tuple[Any, ...]
+
+    def asks(self, value: object) -> bool:
+        """Whether `value` asks for something other than what zinf does.
+
+        A mapping with flags such as "enabled" at any depth asks only if one of them is
+        on.
+        """
+        if isinstance(value, Mapping):
+            switches = list(_switches(value))
+            return any(switches) if switches else bool(value)
+        if value is None or value in (*self.usual, AUTO_WORD):
+            return False
+        return any(self.usual) or bool(value)
 
     def is_missed(self, value: object) -> bool:
         """Whether a user should be told that this value has no effect."""
-        can_be_missed = self.status is Status.NO_EFFECT and value is not None
-        return can_be_missed and asks(value, self.default)
+        return self.status is Status.NO_EFFECT and self.asks(value)
+
+    def is_refused(self, value: object) -> bool:
+        """Whether no config may have this value."""
+        return self.status is Status.UNSUPPORTED and self.asks(value)
 
 
-ON_BY_DEFAULT = ("ratio", "load_from_fp32_weights", "ignore_unused_parameters")
+def _switches(mapping: Mapping[str, Any]) -> Iterator[bool]:
+    for key, value in mapping.items():
+        if key == "enabled":
+            yield bool(value) and value != AUTO_WORD
+        elif key == "autotp_size":
+            yield value not in (0, 1)
+        elif isinstance(value, Mapping):
+            yield from _switches(value)
 
-# A line "[section] status" begins a group of rows "keys: sentence".
-# Indented lines continue a row.
+
+# A line "[section] status" begins a group of rows "keys: sentence". A key may have
+# usual values (key=1); that of others is false. Indented lines continue a row.
 ROWS = """
 [top level] automatic here
 wall_clock_breakdown: Step times are always in the metrics.
@@ -69,6 +95,26 @@ communication_data_type: Gradients are exchanged in the dtype that backward make
 fp32_allreduce: DeepSpeed dropped this old name of communication_data_type: fp32.
   Gradients are exchanged in the dtype that backward makes them in.
 sparse_gradients: Gradients of embeddings are exchanged dense; the sum is the same.
+
+[top level] unsupported
+elasticity: Batch sizes chosen by the number of devices; give batch sizes instead.
+autotuning: Trial runs for the best settings; `zinf plan` predicts them without running.
+managed_gradient_accumulation=true: False lets the user decide when to step;
+  `engine.step` is one optimizer step.
+gradient_allreduce_op="mean": Sum gradients over devices and microbatches; leave it
+  mean, scale the loss.
+amp: NVIDIA Apex; use bf16 or fp16.
+torch_autocast: Casts for each operation; use bf16 or fp16.
+sparse_attention: Sparse attention kernels; attention is up to the model. Remove it.
+progressive_layer_drop: Progressive layer dropping; remove it.
+eigenvalue: Eigenvalues of the Hessian, for quantisation; remove it.
+quantize_training: Mixture-of-Quantization (MoQ); remove it.
+compression_training: Compression while training; remove it.
+hybrid_engine: Generation inside training; remove it.
+nebula: Checkpoints by Azure Nebula; zinf writes its own, to run.output.
+wandb: Metrics to Weights & Biases; set run.metrics for JSON lines instead.
+comet: Metrics to Comet; set run.metrics for JSON lines instead.
+trackio: Metrics to Trackio; set run.metrics for JSON lines instead.
 
 [expert_parallel] automatic here
 preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2
@@ -137,8 +183,17 @@ log_trace_cache_warnings: The order of a traced program does not change.
 find_unused_parameters: The gradient of an unused parameter is zero in JAX.
 
 [zero_optimization] no effect here
-load_from_fp32_weights: Masters are always restored from fp32.
-ignore_unused_parameters: The gradient of an unused parameter is zero in JAX.
+load_from_fp32_weights=true: Masters are always restored from fp32.
+ignore_unused_parameters=true: The gradient of an unused parameter is zero in JAX.
+
+[zero_optimization] unsupported
+zenflow: ZenFlow applies gradients late, which changes the numerics; remove it.
+zero_quantized_nontrainable_weights: Frozen weights as integers on the wire; leave it
+  false. To keep those below adapters in few bits set adapter.quantize_base.
+zero_quantized_gradients: Quantised gradient reduction would change the numerics; leave
+  it false.
+zeropp_loco_param: Error feedback for quantised gradients, which are not supported;
+  remove it.
 
 [zero_optimization.offload_param] automatic here
 buffer_count buffer_size: The plan decides what waits in host memory.
@@ -155,7 +210,7 @@ convert_grad_on_cpu: An update casts gradients where it runs.
 cpuadam_cores_perc: Updates in host memory may use all cores.
 
 [zero_optimization.offload_optimizer] no effect here
-ratio: All state is offloaded; leave out device to offload only what has no room.
+ratio=true: All state is offloaded; leave out device to offload only what has no room.
 
 [aio] automatic here
 intra_op_parallelism thread_count: A drive has 8 threads, or as many as `zinf bench io`
@@ -176,8 +231,26 @@ check_grad_overflow check_overflow: A loss or gradient norm that is not finite a
 [bf16] without meaning under XLA
 immediate_grad_update: Gradients are values in JAX, not buffers.
 
+[bf16] unsupported
+bf16_master_weights_and_grads: Masters and gradients in bf16 would change the numerics;
+  masters are fp32.
+bf16_optimizer_states: Optimizer state in bf16; set optimizer.params.moments to
+  bfloat16 instead.
+
 [fp16] without meaning under XLA
 fused_mode: zinf has none of DeepSpeed's wrappers for fp16.
+
+[fp16] unsupported
+auto_cast: Casting the batch to fp16 is up to the loss function.
+fp16_master_weights_and_grads: Masters and gradients in fp16 would change the numerics;
+  masters are fp32.
+
+[data_types] unsupported
+grad_accum_dtype="fp32","float32": Gradients of microbatches are summed in fp32; 16 bits
+  would lose small ones.
+param_dtype="fp32","float32": Parameters are kept in fp32, whatever the compute
+  precision.
+buffer_dtype: Leaves that are not parameters keep their dtype.
 
 [activation_checkpointing] automatic here
 partition_activations: mesh.seq divides activations by position.
@@ -193,6 +266,9 @@ partition pipe_partitioned grad_partitioned: zinf has no pipeline stages yet.
 seed_layers: Random keys are explicit in JAX.
 activation_checkpoint_interval: Segments are cut from the traced program.
 
+[pipeline] unsupported
+stages=1: Pipeline parallelism; leave it out.
+
 [data_efficiency.data_sampling] no effect here
 num_workers pin_memory: Samples are read in the calling thread.
 
@@ -207,26 +283,56 @@ verbose: The shapes of batches are printed when training begins.
 model_mask_name: Kept tokens stay in order, so causal attention needs no mask.
 hidden_state_order: zinf's model has rows before tokens.
 
+[data_efficiency.data_routing.random_ltd] unsupported
+layer_token_lr_schedule: DeepSpeed has no code for it; set scheduler.count to
+  layer_tokens instead.
+
 [optimizer] without meaning under XLA
 legacy_fusion: zinf has none of DeepSpeed's wrappers of optimizers.
 
 [optimizer.params] without meaning under XLA
 fused foreach capturable: zinf chooses the code of every update.
 
-[optimizer.params of Adam, AdamW and Lamb] without meaning under XLA
+[optimizer.params] unsupported
+max_grad_norm: Clipping belongs to the engine: set the top-level gradient_clipping
+  instead.
+maximize: Gradient ascent; negate the loss instead.
+amsgrad: The AMSGrad variant; DeepSpeed's own kernels refuse it too.
+
+[optimizer.params of Adam, AdamW, GaLore and Lamb] without meaning under XLA
 set_grad_none: Gradients are values in JAX, not buffers.
+
+[optimizer.params of Adam, AdamW, GaLore and Lamb] unsupported
+bias_correction=true: Moments without bias correction; leave it true.
+
+[optimizer.params of Adam and AdamW] unsupported
+fp32_optimizer_states=true: Moments in the compute dtype; set moments to bfloat16
+  instead.
+
+[optimizer.params of SGD] unsupported
+dampening: Dampened momentum; leave it 0.
 
 [optimizer.params of Lion] without meaning under XLA
 set_grad_none: Gradients are values in JAX, not buffers.
 
+[optimizer.params of Adagrad] unsupported
+lr_decay: Learning rate decay of the optimizer; use a scheduler instead.
+
 [optimizer.params of Muon] without meaning under XLA
 ns_method: Both methods compute the same orthogonal matrix.
 torch_adam: zinf chooses the code of every update.
+
+[optimizer.params of Muon] unsupported
+per_head_muon: One orthogonal matrix per attention head; leave it false.
+
+[scheduler.params] unsupported
+last_batch_iteration=-1: Steps already done; a resumed run continues its schedule by
+  itself.
 """
 
 
-def _table() -> Mapping[str, Mapping[str, Ignored]]:
-    table: dict[str, dict[str, Ignored]] = {}
+def _table() -> dict[str, dict[str, Unread]]:
+    table: dict[str, dict[str, Unread]] = {}
     section, status = "", Status.USED
     for line in ROWS.replace("\n  ", " ").split("\n"):
         if line.startswith("["):
@@ -234,9 +340,10 @@ def _table() -> Mapping[str, Mapping[str, Ignored]]:
             status = Status(words)
         elif line:
             keys, _, sentence = line.partition(": ")
-            for key in keys.split():
-                row = Ignored(status, sentence, key in ON_BY_DEFAULT)
-                table.setdefault(section, {})[key] = row
+            for word in keys.split():
+                key, _, usual = word.partition("=")
+                values = tuple(json.loads(f"[{usual or 'false'}]"))
+                table.setdefault(section, {})[key] = Unread(status, sentence, values)
     return table
 
 

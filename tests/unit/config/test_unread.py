@@ -1,4 +1,4 @@
-"""Keys whose value changes nothing: known, never read, and told of where they ask."""
+"""Keys that no code reads: known, told of or refused only where they ask."""
 
 import copy
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from zinf.core.config import (
     opaque,
     report,
 )
-from zinf.core.config.ignored import TABLE, Ignored
+from zinf.core.config.unread import TABLE, Unread
 
 ODD_VALUES = (None, "auto", True, False, 0, -1, 8, 1e9, "x", [1], {})
 # Of DeepSpeed 0.19.6.
@@ -36,14 +36,22 @@ use_data_before_expert_parallelism sequence_parallel_size
 seq_parallel_communication_data_type datastates_ckpt trackio
 """.split()
 
-Keys = list[tuple[tuple[str, ...], Ignored]]
+WARMUP = {"type": "WarmupLR"}
+Keys = list[tuple[tuple[str, ...], Unread]]
 
 
-def ignored_keys() -> Iterator[tuple[dict[str, Any], Keys]]:
-    """A config, and the ignored keys that can all be added to it at once."""
+def unread_keys(*, unsupported: bool = False) -> Iterator[tuple[dict[str, Any], Keys]]:
+    """A config, and the unread keys that can all be added to it at once."""
     alone: Keys = []
     for section, path, around in sections():
-        keys = [((*path, key), row) for key, row in section.IGNORED.items()]
+        keys = [
+            ((*path, key), row)
+            for key, row in section.UNREAD.items()
+            if (row.status is Status.UNSUPPORTED) == unsupported
+        ]
+        # All schedules have the same ones, and others need more than their type.
+        if around.get("scheduler", WARMUP) != WARMUP:
+            continue
         # bfloat16 is bf16 under its old name: a config has one of them.
         if keys and (around or path == ("bfloat16",)):
             yield around, keys
@@ -70,17 +78,17 @@ def with_keys(around: dict[str, Any], values: dict[tuple[str, ...], Any]) -> Any
 def test_the_table_is_of_sections_and_names_no_field_of_them() -> None:
     assert {*TOP_LEVEL} <= {*Config.known_keys()}
     for name, rows in TABLE.items():
-        assert any(rows.items() <= s.IGNORED.items() for s, _, _ in sections()), name
+        assert any(rows.items() <= s.UNREAD.items() for s, _, _ in sections()), name
     for section, path, _ in sections():
-        assert not section.IGNORED.keys() & section.model_fields.keys(), path
-        for row in section.IGNORED.values():
+        assert not section.UNREAD.keys() & section.model_fields.keys(), path
+        for row in section.UNREAD.values():
             assert row.sentence.endswith("."), row
-            assert row.status in (Status.AUTOMATIC, Status.MOOT, Status.NO_EFFECT)
+            assert row.status not in (Status.USED, Status.UNKNOWN)
 
 
 def test_no_value_of_them_changes_a_config() -> None:
     """What reads a config finds the same whatever the keys are: nothing reads them."""
-    for around, keys in ignored_keys():
+    for around, keys in unread_keys():
         paths = [path for path, _ in keys]
         expected = Config.load(with_keys(around, dict.fromkeys(paths, ABSENT)))
         for value in ODD_VALUES:
@@ -93,9 +101,9 @@ def test_no_value_of_them_changes_a_config() -> None:
 
 @pytest.mark.parametrize("asks", [True, False, None, "auto"])
 def test_they_are_told_of_only_where_they_ask_without_effect(asks: Any) -> None:
-    for around, keys in ignored_keys():
+    for around, keys in unread_keys():
         values = {
-            path: (not row.default if asks else row.default)
+            path: (not row.usual[0] if asks else row.usual[0])
             if isinstance(asks, bool)
             else asks
             for path, row in keys
@@ -114,8 +122,28 @@ def test_they_are_told_of_only_where_they_ask_without_effect(asks: Any) -> None:
                 assert found[key].status is Status.AUTOMATIC
 
 
+def test_an_unsupported_key_is_refused_where_it_asks() -> None:
+    for around, keys in unread_keys(unsupported=True):
+        nothing = dict.fromkeys(path for path, _ in keys)
+        expected = Config.load(with_keys(around, dict.fromkeys(nothing, ABSENT)))
+        usual = {path: row.usual[-1] for path, row in keys}
+        for values in (nothing, dict.fromkeys(nothing, "auto"), usual):
+            config = Config.load(with_keys(around, values))
+            assert config.model_dump() == expected.model_dump()
+        raw = with_keys(around, {path: not row.usual[0] for path, row in keys})
+        with pytest.raises(ConfigError) as error:
+            Config.load(raw)
+        found = {problem.path: problem for problem in error.value.problems}
+        assert found.keys() == {path for path, _ in keys}
+        for path, row in keys:
+            assert found[path].is_unsupported
+            assert found[path].text == f"not supported yet. {row.sentence}"
+        ignored = Config.load(raw, ignore_unsupported=True)
+        assert {notice.path for notice in ignored.not_done} == found.keys()
+
+
 def test_a_mistyped_key_below_them_is_refused() -> None:
-    opened = [path for _, keys in ignored_keys() for path, _ in keys]
+    opened = [path for _, keys in unread_keys() for path, _ in keys]
     opened = [path for path in opened if path[-1] in opaque.KEYS]
     assert opened
     for path in opened:
