@@ -10,6 +10,7 @@ import yaml
 
 from zinf.core.config import Config, grouping
 from zinf.core.config.section import Section
+from zinf.core.config.settings import Settings
 from zinf.core.config.typed import TypedSection
 
 FOLDER = Path(__file__).parent
@@ -43,9 +44,8 @@ def entry(raw: Mapping[str, Any], lines: list[str]) -> str:
 
 def properties(config: Config) -> Iterator[tuple[str, Any]]:
     """What the rest of zinf reads of a config, by name."""
-    for name, found in vars(Config).items():
-        is_public = isinstance(found, property) and not name.startswith("_")
-        if is_public and name not in ("is_told", "chosen", "not_done"):
+    for name, found in vars(Settings).items():
+        if isinstance(found, property) and not name.startswith("_"):
             yield name, getattr(config, name)
     yield "optimizer.type", config.optimizer and config.optimizer.type
     yield "data.paths", config.data.paths

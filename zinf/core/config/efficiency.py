@@ -8,7 +8,6 @@ from pydantic import Field
 from zinf.core.config.dynamic_batching import DynamicBatching
 from zinf.core.config.pacing import Pacing, PacingConfig, pacing_violations
 from zinf.core.config.scalar import Count, Flag, Folder, Seed, Whole
-from zinf.core.config.schema import Model
 from zinf.core.config.section import Section, Violation
 from zinf.core.config.unread import TABLE
 
@@ -293,55 +292,3 @@ class DataEfficiency(Section):
             return {}
         found = curriculum.curriculum_metrics.items()
         return {n: m for n, m in found if n not in LENGTHS and m.draws}
-
-
-def length_violations(
-    legacy: CurriculumLearning | None,
-    efficiency: DataEfficiency | None,
-    sequence_length: int,
-) -> Iterator[Violation]:
-    """Two curricula of lengths, and lengths that no sample has."""
-    found: list[tuple[tuple[str, ...], Pacing]] = []
-    if legacy is not None and legacy.enabled and legacy.is_complete:
-        found.append((("curriculum_learning",), legacy))
-    named = efficiency.lengths if efficiency is not None else None
-    if named is not None and named[1].is_complete:
-        section = ("data_efficiency", "data_sampling", "curriculum_learning")
-        found.append(((*section, "curriculum_metrics", named[0]), named[1]))
-    if len(found) > 1:
-        yield found[0][0], f"shortens sequences, and so does {'.'.join(found[1][0])}."
-    for path, pacing in found:
-        longest, shortest = pacing.levels()[-1], pacing.levels()[0]
-        if longest > sequence_length:
-            text = f"{longest} tokens are more than data.sequence_length, which is"
-            yield (*path, "max_difficulty"), f"{text} {sequence_length}."
-        if shortest < 1:
-            text = f"begins with sequences of {shortest} tokens: it is rounded down to"
-            yield (*path, "min_difficulty"), f"{text} a multiple of difficulty_step."
-
-
-def dropping_violations(
-    efficiency: DataEfficiency | None, model: Model | None, sequence_length: int
-) -> Iterator[Violation]:
-    """Layers that the model does not have, and more tokens than a sequence has."""
-    dropping = efficiency.random_ltd if efficiency is not None else None
-    if dropping is None:
-        return
-    path = ("data_efficiency", "data_routing", "random_ltd")
-    highest = dropping.random_ltd_schedule.max_value
-    if highest is not None and highest > sequence_length:
-        text = f"{highest} kept tokens are more than data.sequence_length, which is"
-        yield (*path, "random_ltd_schedule", "max_value"), f"{text} {sequence_length}."
-    if model is None or model.num_layers is None:
-        return
-    num_layers, total = model.num_layers, dropping.total_layer_num
-    if total not in (None, num_layers):
-        text = f"is {total}, and model.num_layers is {num_layers}."
-        yield (*path, "total_layer_num"), text
-    outside = [n for n in dropping.random_ltd_layer_id or () if n >= num_layers]
-    if outside:
-        text = f"has {outside[0]}, but the layers are 0 to {num_layers - 1}."
-        yield (*path, "random_ltd_layer_id"), text
-    if model.scan_layers:
-        text = "names single layers, and model.scan_layers makes all of them one"
-        yield (*path, "random_ltd_layer_id"), f"{text}. Set scan_layers to false."

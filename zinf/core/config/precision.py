@@ -91,10 +91,3 @@ class DataTypes(Section):
     """Dtypes of other arrays than compute copies and masters."""
 
     UNREAD = TABLE["data_types"]
-
-
-def precision_violations(bf16: BF16, fp16: FP16) -> Iterator[Violation]:
-    """Both 16-bit precisions at once."""
-    if bf16.enabled and fp16.enabled:
-        text = "bf16.enabled and fp16.enabled are both true: turn one of them off."
-        yield ("fp16", "enabled"), text

@@ -1,36 +1,42 @@
-"""Combinations of sections that contradict each other."""
+"""Combinations of sections that contradict each other, one rule each."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from zinf.core.config.adapter import Adapter
-from zinf.core.config.deepspeed import ExpertParallel, TensorParallel
-from zinf.core.config.distillation import Distillation
-from zinf.core.config.efficiency import CurriculumLearning, DataEfficiency
-from zinf.core.config.optimizer import AdamParams, Optimizer
+from zinf.core.config.batch import batch_violations
+from zinf.core.config.efficiency import RandomLTD
+from zinf.core.config.optimizer import AdamParams
 from zinf.core.config.pacing import Pacing
-from zinf.core.config.scheduler import (
-    DecayParams,
-    OneCycleParams,
-    Scheduler,
-    WarmupParams,
-)
-from zinf.core.config.schema import (
-    BYTE_VALUES,
-    STDLIB,
-    Data,
-    Memory,
-    MeshAxes,
-    Model,
-    Run,
-    Segment,
-)
+from zinf.core.config.scheduler import DecayParams, OneCycleParams, WarmupParams
+from zinf.core.config.schema import BYTE_VALUES, STDLIB
 from zinf.core.config.section import Violation
-from zinf.core.config.zero import ZeroOptimization
+from zinf.core.config.settings import PERSISTENT_ELEMENTS, Settings
 from zinf.core.program import Tier
 
+SAMPLING = ("data_efficiency", "data_sampling")
+CURRICULUM = (*SAMPLING, "curriculum_learning")
+RANDOM_LTD = ("data_efficiency", "data_routing", "random_ltd")
 
-def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violation]:
+
+def _batch(config: Settings) -> Iterator[Violation]:
+    """Sizes whose product is not the batch size."""
+    yield from batch_violations(
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+        world_size=config.world_size,
+    )
+
+
+def _precision(config: Settings) -> Iterator[Violation]:
+    """Both 16-bit precisions at once."""
+    if config.compute_dtype == "bfloat16" and config.fp16.enabled:
+        text = "bf16.enabled and fp16.enabled are both true: turn one of them off."
+        yield ("fp16", "enabled"), text
+
+
+def _memory(config: Settings) -> Iterator[Violation]:
     """An NVMe tier without a folder, or with two; memory that is pinned and is not."""
+    zero, memory = config.zero_optimization, config.memory
     offload = {
         "offload_param": (zero.offload_param, zero.param_tier),
         "offload_optimizer": (zero.offload_optimizer, zero.optimizer_tier),
@@ -46,7 +52,7 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
             folders = ", ".join(map(str, memory.nvme))
             text = f"{folder} is not among memory.nvme ({folders}). Remove one of them."
             yield path, text
-    if memory.nvme_capacity and not (memory.nvme or zero.nvme_paths):
+    if memory.nvme_capacity and not config.nvme_paths:
         text = "has no effect without an NVMe tier. Give its folders in memory.nvme."
         yield ("memory", "nvme_capacity"), text
     pins = zero.pins_memory
@@ -56,14 +62,9 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
         yield ("memory", "pinned"), f"{text} {str(pins).lower()}. Remove one of them."
 
 
-def mesh_violations(
-    zero: ZeroOptimization,
-    mesh: MeshAxes,
-    experts: ExpertParallel,
-    tensor: TensorParallel,
-    num_seq: int,
-) -> Iterator[Violation]:
+def _mesh(config: Settings) -> Iterator[Violation]:
     """Groups of devices that are given twice."""
+    zero, mesh = config.zero_optimization, config.mesh
     given = {
         ("zero_optimization", "zero_hpz_partition_size"): zero.zero_hpz_partition_size,
         ("zero_optimization", "mics_shard_size"): zero.mics_shard_size,
@@ -74,51 +75,53 @@ def mesh_violations(
             asked[1],
             "groups devices, and so does zero_hpz_partition_size; keep one.",
         )
-    if experts.size > 1 and mesh.expert not in (1, experts.size):
-        text = f"{experts.size} is not mesh.expert, {mesh.expert}. Remove one of them."
-        yield ("expert_parallel", "autoep_size"), text
-    if tensor.autotp_size > 1 and mesh.tensor not in (1, tensor.autotp_size):
-        text = f"{tensor.autotp_size} is not mesh.tensor, {mesh.tensor}."
-        yield ("tensor_parallel", "autotp_size"), f"{text} Remove one of them."
-    if num_seq > 1 and mesh.seq not in (1, num_seq):
-        text = f"{num_seq} is not mesh.seq, {mesh.seq}. Remove one of them."
-        yield ("sequence_parallel_size",), text
+    synonyms = {
+        "expert": (("expert_parallel", "autoep_size"), config.expert_parallel.size),
+        "tensor": (
+            ("tensor_parallel", "autotp_size"),
+            config.tensor_parallel.autotp_size,
+        ),
+        "seq": (("sequence_parallel_size",), config.sequence_parallel_size),
+    }
+    for axis, (path, size) in synonyms.items():
+        along = getattr(mesh, axis)
+        if size > 1 and along not in (1, size):
+            text = f"{size} is not mesh.{axis}, {along}. Remove one of them."
+            yield path, text
     sizes = mesh.replica, mesh.seq, mesh.expert, mesh.tensor
     if asked and (max(sizes) > 1 or mesh.fsdp is not None):
         text = "groups devices, and so does the mesh section. Remove one of them."
         yield asked[0], text
 
 
-def execution_violations(
-    execution: str,
-    quantizes_weights: bool,
-    tiers: dict[tuple[str, ...], Tier | None],
-    segment: Segment,
-    memory: Memory,
-) -> Iterator[Violation]:
+def _execution(config: Settings) -> Iterator[Violation]:
     """A fused step with a tier to stream to; a segment larger than the device."""
-    if execution in ("fused", "offloaded") and quantizes_weights:
+    execution, segment, memory = config.execution, config.segment, config.memory
+    if execution in ("fused", "offloaded") and config.quantizes_weights:
         text = f"{execution} steps cannot gather parameters as integers, which"
         where = "zero_optimization.zero_quantized_weights asks for"
         yield ("execution",), f"{text} {where}. Use auto or streamed."
-    for path, tier in tiers.items():
+    tiers = {
+        "zero_optimization.offload_param": config.param_tier,
+        "zero_optimization.offload_optimizer": config.optimizer_tier,
+        "activation_checkpointing.cpu_checkpointing": config.activation_tier,
+    }
+    for key, tier in tiers.items():
+        where = f"{key} asks for the {tier} tier"
         if execution == "offloaded" and tier not in (None, Tier.HOST):
             text = "offloaded keeps everything in pinned host memory, but"
-            where = f"{'.'.join(path)} asks for the {tier} tier"
             yield ("execution",), f"{text} {where}. Use streamed, or device: cpu."
         if execution == "fused" and tier in Tier.DEVICE.slower:
             text = "fused keeps everything on the device, but"
-            where = f"{'.'.join(path)} asks for the {tier} tier"
             yield ("execution",), f"{text} {where}. Use auto or streamed."
     if segment.max_bytes and memory.device and segment.max_bytes > memory.device:
         text = f"{segment.max_bytes:,} bytes are more than memory.device, which is"
         yield ("segment", "max_bytes"), f"{text} {memory.device:,} bytes."
 
 
-def training_violations(
-    optimizer: Optimizer | None, scheduler: Scheduler | None, run: Run
-) -> Iterator[Violation]:
+def _training(config: Settings) -> Iterator[Violation]:
     """A schedule of unknown length or against the optimizer; choices without losses."""
+    optimizer, run = config.optimizer, config.run
     for key in ("keep_best", "patience"):
         if getattr(run, key) and run.evaluate_every is None:
             text = "goes by evaluations, and there are none: set run.evaluate_every."
@@ -126,7 +129,7 @@ def training_violations(
     if run.weights == "ema" and (optimizer is None or optimizer.ema is None):
         text = "ema is an average that no update keeps: set optimizer.ema, as 0.999."
         yield ("run", "weights"), text
-    params = scheduler.params if scheduler else None
+    params = config.scheduler.params if config.scheduler else None
     if (
         isinstance(params, DecayParams)
         and params.total_num_steps is None
@@ -143,181 +146,29 @@ def training_violations(
     ):
         path = ("scheduler", "params", "warmup_ratio")
         yield path, "gives the steps of the warm-up, and so does warmup_num_steps."
-    if (
-        isinstance(params, OneCycleParams)
-        and params.cycle_momentum
-        and optimizer is not None
-        and optimizer.type in ("Lamb", "Lion", "Adafactor", "GaLore")
-    ):
+    if not isinstance(params, OneCycleParams) or not params.cycle_momentum:
+        return
+    if optimizer is None:
+        return
+    if optimizer.type in ("Lamb", "Lion", "Adafactor", "GaLore"):
         path = ("scheduler", "params", "cycle_momentum")
         text = f"moving the betas of {optimizer.type} is not supported yet"
         yield path, f"{text}. Set it to false, or use Adam or AdamW."
-
-    if (
-        isinstance(params, OneCycleParams)
-        and params.cycle_momentum
-        and optimizer is not None
-        and isinstance(optimizer.params, AdamParams)
-        and optimizer.params.moments != "float32"
-    ):
-        path = ("optimizer", "params", "moments")
-        text = f"{optimizer.params.moments} moments with betas that move"
-        yield path, f"{text} are not supported yet. Set cycle_momentum to false."
+    if isinstance(optimizer.params, AdamParams):
+        if optimizer.params.moments != "float32":
+            text = f"{optimizer.params.moments} moments with betas that move"
+            text = f"{text} are not supported yet. Set cycle_momentum to false."
+            yield ("optimizer", "params", "moments"), text
 
 
-def huggingface_violations(
-    model: Model | None,
-    legacy: CurriculumLearning | None,
-    efficiency: DataEfficiency | None,
-    data: Data,
-) -> Iterator[Violation]:
-    """Curricula that the samples of a model of transformers cannot follow."""
-    if model is None or model.huggingface is None:
-        return
-    asked: dict[tuple[str, ...], bool] = {}
-    shortest: list[tuple[tuple[str, ...], Pacing]] = []
-    if legacy is not None and legacy.enabled:
-        asked[("curriculum_learning",)] = True
-        shortest.append((("curriculum_learning", "min_difficulty"), legacy))
-    if efficiency is not None:
-        section = ("data_efficiency", "data_sampling", "curriculum_learning")
-        lengths = efficiency.lengths
-        asked[section] = lengths is not None or bool(efficiency.metrics)
-        routing = ("data_efficiency", "data_routing", "random_ltd")
-        asked[routing] = efficiency.random_ltd is not None
-        if lengths is not None:
-            name, pacing = lengths
-            path = (*section, "curriculum_metrics", name, "min_difficulty")
-            shortest.append((path, pacing))
-    if not data.traits.predicts_next:
-        text = f"is for data.objective sft, not {data.objective}"
-        for path, is_asked in asked.items():
-            if is_asked:
-                yield path, f"{text}. Remove one of them."
-    for path, pacing in shortest:
-        if pacing.is_complete and pacing.levels()[0] == 1:
-            yield path, "begins with sequences of 1 token, which predict none."
-
-
-def batching_violations(
-    efficiency: DataEfficiency | None,
-    legacy: CurriculumLearning | None,
-    model: Model | None,
-    data: Data,
-    may_skip: bool,
-) -> Iterator[Violation]:
-    """Batches by tokens where all samples are as long, or where others need rows."""
-    batching = efficiency.dynamic_batching if efficiency is not None else None
-    if efficiency is None or batching is None:
-        return
-    path = ("data_efficiency", "data_sampling", "dynamic_batching")
-    if model is None:
-        text = "is for model.huggingface. With a loop of your own use"
-        yield path, f"{text} zinf.data.TokenBatches, and remove this."
-    elif model.huggingface is None:
-        text = "all samples have data.sequence_length tokens, so all batches would have"
-        yield path, f"{text} as many rows. Remove it, and set train_batch_size."
-    if data.packing:
-        yield path, "rows of data.packing are all as long. Remove one of them."
-    if not data.traits.predicts_next:
-        yield (
-            path,
-            f"has no effect on pairs (data.objective {data.objective}); remove it.",
-        )
-    if efficiency.random_ltd is not None:
-        text = "with data_routing.random_ltd is not supported yet; remove one of them."
-        yield path, text
-    if efficiency.lengths is not None or efficiency.metrics:
-        text = "orders samples by length, and so does curriculum_learning; keep one."
-        yield path, text
-    if legacy is not None and legacy.enabled:
-        yield path, "has lengths of its own; remove it, or curriculum_learning."
-    if may_skip and batching.lr_scaling_method != "none":
-        text = "steps that an overflow skips would move the rates to other batches"
-        yield (
-            (*path, "lr_scaling_method"),
-            f"{text}. Use bf16 without skip_nonfinite, or none.",
-        )
-
-
-def objective_violations(data: Data) -> Iterator[Violation]:
-    """Settings of the data that are of other objectives."""
-    objective = f"(data.objective {data.objective})"
-    if data.packing and not data.traits.predicts_next:
-        text = f"puts samples of sft into rows; others stay apart {objective}"
-        yield ("data", "packing"), f"{text}. Set it to false."
-    if data.labels is not None and not data.traits.has_classes:
-        text = f"names the classes of classification, and has no effect {objective}"
-        yield ("data", "labels"), f"{text}. Remove it, or set the objective."
-
-
-def counting_violations(
-    scheduler: Scheduler | None,
-    model: Model | None,
-    efficiency: DataEfficiency | None,
-) -> Iterator[Violation]:
-    """Tokens of layers that cannot be counted, as the layers are not known."""
-    dropping = efficiency.random_ltd if efficiency is not None else None
-    if scheduler is None or scheduler.count != "layer_tokens" or dropping is None:
-        return
-    is_known = model is not None and model.num_layers is not None
-    if not is_known and dropping.total_layer_num is None:
-        text = "layer_tokens needs the number of layers of the model. Set"
-        path = "data_efficiency.data_routing.random_ltd.total_layer_num"
-        yield ("scheduler", "count"), f"{text} {path}."
-
-
-def function_violations(
-    model: Model | None,
-    adapter: Adapter | None,
-    distillation: Distillation | None,
-    efficiency: DataEfficiency | None,
-) -> Iterator[Violation]:
-    """Settings that change a model, beside a function that makes it."""
-    if model is None or model.function is None:
-        return
-    drops = efficiency is not None and efficiency.random_ltd is not None
-    others = {
-        ("adapter",): (adapter is not None, "zinf.adapt.lora"),
-        ("distillation",): (distillation is not None, "zinf.data.Taught"),
-        ("data_efficiency", "data_routing"): (drops, "zinf.random_ltd"),
-    }
-    for path, (is_used, instead) in others.items():
-        if is_used:
-            text = "is for zinf's own models, and model.function makes this one"
-            yield path, f"{text}. Remove it, and use {instead} in Python."
-
-
-def distillation_violations(
-    distillation: Distillation | None,
-    model: Model | None,
-    adapter: Adapter | None,
-    legacy: CurriculumLearning | None,
-    efficiency: DataEfficiency | None,
-) -> Iterator[Violation]:
-    """A teacher beside what it cannot be with yet."""
-    if distillation is None:
-        return
-    grows = efficiency is not None and (efficiency.lengths or efficiency.random_ltd)
-    others = {
-        "model.huggingface": model is not None and model.huggingface is not None,
-        "adapter": adapter is not None,
-        "curriculum_learning": legacy is not None and legacy.enabled,
-        "data_efficiency": grows,
-    }
-    for name in (name for name, is_used in others.items() if is_used):
-        text = f"is not supported with {name} yet. Remove one of them."
-        yield ("distillation",), text
-
-
-def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
+def _model(config: Settings) -> Iterator[Violation]:
     """Data that the model cannot take."""
+    model, data = config.model, config.data
     if model is None or model.huggingface is not None:
         return
     length, longest = data.sequence_length, model.max_length
     if length is not None and longest is not None and length > longest:
-        text = f"{data.sequence_length} tokens are more than model.max_length"
-        text = f"{text}, which is {model.max_length}"
+        text = f"{length} tokens are more than model.max_length, which is {longest}"
         yield ("data", "sequence_length"), f"{text}. Lower it, or raise max_length."
     # Token arrays are checked batch by batch, when they are read.
     paths = () if data.paths == STDLIB else data.paths
@@ -327,3 +178,199 @@ def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
     if model.vocab_size < BYTE_VALUES and not may_be_tokens:
         text = f"text is read as bytes, which have {BYTE_VALUES} values, not"
         yield ("model", "vocab_size"), f"{text} {model.vocab_size}."
+
+
+def _lengths(config: Settings) -> Iterator[Violation]:
+    """Two curricula of lengths, and lengths that no sample has."""
+    pacings = {p: pacing for p, pacing in _curricula(config) if pacing.is_complete}
+    if len(pacings) > 1:
+        first, second = pacings
+        yield first, f"shortens sequences, and so does {'.'.join(second)}."
+    for path, pacing in pacings.items():
+        longest, shortest = pacing.levels()[-1], pacing.levels()[0]
+        if longest > config.sequence_length:
+            text = f"{longest} tokens are more than data.sequence_length, which is"
+            yield (*path, "max_difficulty"), f"{text} {config.sequence_length}."
+        if shortest < 1:
+            text = f"begins with sequences of {shortest} tokens: it is rounded down to"
+            yield (*path, "min_difficulty"), f"{text} a multiple of difficulty_step."
+
+
+def _curricula(config: Settings) -> Iterator[tuple[tuple[str, ...], Pacing]]:
+    """The schedules of lengths that are used, with the paths of their sections."""
+    legacy, efficiency = config.curriculum_learning, config.data_efficiency
+    if legacy is not None and legacy.enabled:
+        yield ("curriculum_learning",), legacy
+    if efficiency is not None and efficiency.lengths is not None:
+        name, pacing = efficiency.lengths
+        yield (*CURRICULUM, "curriculum_metrics", name), pacing
+
+
+def _random_ltd(config: Settings) -> RandomLTD | None:
+    """The dropping of tokens, if it is used."""
+    return None if config.data_efficiency is None else config.data_efficiency.random_ltd
+
+
+def _dropping(config: Settings) -> Iterator[Violation]:
+    """Layers that the model does not have, and more tokens than a sequence has."""
+    dropping, model = _random_ltd(config), config.model
+    if dropping is None:
+        return
+    highest = dropping.random_ltd_schedule.max_value
+    if highest is not None and highest > config.sequence_length:
+        text = f"{highest} kept tokens are more than data.sequence_length, which is"
+        path = (*RANDOM_LTD, "random_ltd_schedule", "max_value")
+        yield path, f"{text} {config.sequence_length}."
+    if model is None or model.num_layers is None:
+        return
+    num_layers, total = model.num_layers, dropping.total_layer_num
+    if total not in (None, num_layers):
+        text = f"is {total}, and model.num_layers is {num_layers}."
+        yield (*RANDOM_LTD, "total_layer_num"), text
+    outside = [n for n in dropping.random_ltd_layer_id or () if n >= num_layers]
+    if outside:
+        text = f"has {outside[0]}, but the layers are 0 to {num_layers - 1}."
+        yield (*RANDOM_LTD, "random_ltd_layer_id"), text
+    if model.scan_layers:
+        text = "names single layers, and model.scan_layers makes all of them one"
+        path = (*RANDOM_LTD, "random_ltd_layer_id")
+        yield path, f"{text}. Set scan_layers to false."
+
+
+def _batching(config: Settings) -> Iterator[Violation]:
+    """Batches by tokens where all samples are as long, or where others need rows."""
+    batching, efficiency = config.dynamic_batching, config.data_efficiency
+    model, data, legacy = config.model, config.data, config.curriculum_learning
+    if efficiency is None or batching is None:
+        return
+    path = (*SAMPLING, "dynamic_batching")
+    if model is None:
+        text = "is for model.huggingface. With a loop of your own use"
+        yield path, f"{text} zinf.data.TokenBatches, and remove this."
+    elif model.huggingface is None:
+        text = "all samples have data.sequence_length tokens, so all batches would have"
+        yield path, f"{text} as many rows. Remove it, and set train_batch_size."
+    if data.packing:
+        yield path, "rows of data.packing are all as long. Remove one of them."
+    if not data.traits.predicts_next:
+        text = f"has no effect on pairs (data.objective {data.objective}); remove it."
+        yield path, text
+    if efficiency.random_ltd is not None:
+        text = "with data_routing.random_ltd is not supported yet; remove one of them."
+        yield path, text
+    if efficiency.lengths is not None or efficiency.metrics:
+        text = "orders samples by length, and so does curriculum_learning; keep one."
+        yield path, text
+    if legacy is not None and legacy.enabled:
+        yield path, "has lengths of its own; remove it, or curriculum_learning."
+    if config.may_skip and batching.lr_scaling_method != "none":
+        text = "steps that an overflow skips would move the rates to other batches"
+        path = (*path, "lr_scaling_method")
+        yield path, f"{text}. Use bf16 without skip_nonfinite, or none."
+
+
+def _function(config: Settings) -> Iterator[Violation]:
+    """Settings that change a model, beside a function that makes it."""
+    if config.model is None or config.model.function is None:
+        return
+    others = {
+        ("adapter",): (config.adapter, "zinf.adapt.lora"),
+        ("distillation",): (config.distillation, "zinf.data.Taught"),
+        ("data_efficiency", "data_routing"): (_random_ltd(config), "zinf.random_ltd"),
+    }
+    for path, (section, instead) in others.items():
+        if section is not None:
+            text = "is for zinf's own models, and model.function makes this one"
+            yield path, f"{text}. Remove it, and use {instead} in Python."
+
+
+def _huggingface(config: Settings) -> Iterator[Violation]:
+    """Curricula that the samples of a model of transformers cannot follow."""
+    if config.model is None or config.model.huggingface is None:
+        return
+    legacy, efficiency = config.curriculum_learning, config.data_efficiency
+    orders = efficiency is not None and (efficiency.lengths or efficiency.metrics)
+    uses = {
+        ("curriculum_learning",): legacy is not None and legacy.enabled,
+        CURRICULUM: bool(orders),
+        RANDOM_LTD: _random_ltd(config) is not None,
+    }
+    if not config.data.traits.predicts_next:
+        text = f"is for data.objective sft, not {config.data.objective}"
+        for path in (path for path, is_used in uses.items() if is_used):
+            yield path, f"{text}. Remove one of them."
+    for path, pacing in _curricula(config):
+        if pacing.is_complete and pacing.levels()[0] == 1:
+            text = "begins with sequences of 1 token, which predict none."
+            yield (*path, "min_difficulty"), text
+
+
+def _objective(config: Settings) -> Iterator[Violation]:
+    """Settings of the data that are of other objectives."""
+    data = config.data
+    objective = f"(data.objective {data.objective})"
+    if data.packing and not data.traits.predicts_next:
+        text = f"puts samples of sft into rows; others stay apart {objective}"
+        yield ("data", "packing"), f"{text}. Set it to false."
+    if data.labels is not None and not data.traits.has_classes:
+        text = f"names the classes of classification, and has no effect {objective}"
+        yield ("data", "labels"), f"{text}. Remove it, or set the objective."
+
+
+def _counting(config: Settings) -> Iterator[Violation]:
+    """Tokens of layers that cannot be counted, as the layers are not known."""
+    counts = config.scheduler is not None and config.scheduler.count == "layer_tokens"
+    if counts and _random_ltd(config) is not None and config.num_layers is None:
+        text = "layer_tokens needs the number of layers of the model. Set"
+        path = ".".join((*RANDOM_LTD, "total_layer_num"))
+        yield ("scheduler", "count"), f"{text} {path}."
+
+
+def _distillation(config: Settings) -> Iterator[Violation]:
+    """Settings that distillation does not support yet."""
+    if config.distillation is None:
+        return
+    model, legacy = config.model, config.curriculum_learning
+    efficiency = config.data_efficiency
+    changes = efficiency is not None and (efficiency.lengths or efficiency.random_ltd)
+    others = {
+        "model.huggingface": model is not None and model.huggingface is not None,
+        "adapter": config.adapter is not None,
+        "curriculum_learning": legacy is not None and legacy.enabled,
+        "data_efficiency": bool(changes),
+    }
+    for name in (name for name, is_used in others.items() if is_used):
+        text = f"is not supported with {name} yet. Remove one of them."
+        yield ("distillation",), text
+
+
+def _names(config: Settings) -> Iterator[Violation]:
+    """Keys that are given under two names."""
+    if config.bfloat16 is not None and "bf16" in config.model_fields_set:
+        text = "is the old name of bf16, which is given too; remove it."
+        yield ("bfloat16",), text
+    elements = config.zero_optimization.persistent_elements
+    if None not in (config.persistence_threshold, elements):
+        text = "means the same as persistence_threshold, which is given too"
+        path = ("zero_optimization", PERSISTENT_ELEMENTS)
+        yield path, f"{text}; remove one of them."
+
+
+RULES: tuple[Callable[[Settings], Iterator[Violation]], ...] = (
+    _batch,
+    _precision,
+    _memory,
+    _mesh,
+    _execution,
+    _training,
+    _model,
+    _lengths,
+    _dropping,
+    _batching,
+    _function,
+    _huggingface,
+    _objective,
+    _counting,
+    _distillation,
+    _names,
+)
