@@ -16,7 +16,6 @@ from zinf.core.config import Config, grouping
 from zinf.core.engine.initialize import make_planner
 from zinf.core.machine.devices import group_devices, on_devices
 from zinf.core.plan import InfeasibleError, Plan
-from zinf.core.plan.show import show_instructions
 from zinf.core.program import Link
 from zinf.core.step.arrays import describe_state
 from zinf.core.step.compiled import compiled_runs
@@ -27,8 +26,6 @@ from zinf.observe.compiled import executables_table, traffic_table, verdict
 from zinf.observe.page import page, write_page
 from zinf.observe.record import RunRecord
 from zinf.observe.traced import predicted_step
-
-SHOWN_INSTRUCTIONS = 40
 
 
 @only_read()
@@ -161,8 +158,5 @@ def _wear(plan: Plan) -> str:
 
 def _shown(made: AbstractPrepared, every: bool) -> str:
     plan = made.plan
-    count = len(plan.instructions) if every else SHOWN_INSTRUCTIONS
-    text = show_instructions(plan.instructions[:count], plan.timeline)
-    left = len(plan.instructions) - count
-    more = f"\n... and {left:,} more instructions (--all prints them)" * (left > 0)
-    return "\n\n".join(filter(None, (plan.summary(), made.tiled, text + more)))
+    text = plan.listing() if every else plan.excerpt("--all prints them")
+    return "\n\n".join(filter(None, (plan.summary(), made.tiled, text)))

@@ -203,6 +203,12 @@ def test_a_plan_prints_a_summary_and_every_instruction(golden: Golden) -> None:
     golden.check("printed.txt", str(plan))
     assert max(map(len, str(plan).splitlines())) <= 88
     assert "homes=" not in repr(plan)
+    # The middle of a long plan is left out, and the plan says how to see it.
+    long = planned(chain(9, leaf=LeafCase("w", 4)), state=HOST)
+    left, lines = len(long.instructions) - 40, long.listing().splitlines()
+    gap = f"... {left} more instructions (print(plan.listing()) has all)"
+    assert left > 0 and len(lines) == 1 + len(long.instructions)
+    assert str(long).endswith("\n".join([*lines[:31], gap, *lines[-10:]]))
     moved = sum(x.nbytes for x in plan.instructions if x.link == Link.NVME_READ)
     assert plan.link_bytes(Link.NVME_READ) == moved > 0
     assert plan.tiers == set(Tier)

@@ -19,13 +19,15 @@ from zinf.core.plan.shared import Shared, shared_arrays
 from zinf.core.plan.show import Summary, show_bytes, show_instructions, summarize
 from zinf.core.program import ArrayId, Link, Tier
 
-# A notebook file stores what it shows, and a large model has thousands of instructions.
-SHOWN_INSTRUCTIONS = 200
+# A large model has thousands of instructions: the first and the last are printed.
+PRINTED_FIRST, PRINTED_LAST = 30, 10
+# A notebook file stores what it shows, folded.
+FOLDED_INSTRUCTIONS = 200
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """An immutable plan; `str(plan)` is a summary and one line for each instruction.
+    """An immutable plan; `str(plan)` is its summary, and its listing where it is short.
 
     Attributes:
         homes: the tier where each persistent array rests between steps.
@@ -139,9 +141,24 @@ class Plan:
             why=self.why,
         )
 
+    def listing(self) -> str:
+        """A head, and one line for each instruction."""
+        return show_instructions(self.instructions, self.timeline)
+
+    def excerpt(self, hint: str) -> str:
+        """The listing, without the middle of a long one.
+
+        In its place is the number of instructions left out, and `hint`.
+        """
+        lines = self.listing().splitlines()
+        first, last = lines[: 1 + PRINTED_FIRST], lines[-PRINTED_LAST:]
+        left = len(lines) - len(first) - len(last)
+        if left <= 0:
+            return "\n".join(lines)
+        return "\n".join([*first, f"... {left:,} more instructions ({hint})", *last])
+
     def __str__(self) -> str:
-        table = show_instructions(self.instructions, self.timeline)
-        return f"{self.summary()}\n\n{table}"
+        return f"{self.summary()}\n\n{self.excerpt('print(plan.listing()) has all')}"
 
     def __repr__(self) -> str:
         peaks = self.peak_bytes.items()
@@ -150,7 +167,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """The summary as tables, and the first instructions folded, for a notebook."""
-        shown = self.instructions[:SHOWN_INSTRUCTIONS]
+        shown = self.instructions[:FOLDED_INSTRUCTIONS]
         listing = escape(show_instructions(shown, self.timeline))
         first = "The first" if len(shown) < len(self.instructions) else "All"
         return (
