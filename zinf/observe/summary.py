@@ -8,10 +8,17 @@ from zinf.core.program import MOVING, Tier
 from zinf.observe.totals import Totals
 
 Row = tuple[str, ...]
+ABOVE_PLAN = (
+    "  More than planned: saves held memory beside the steps, in what the budget left."
+)
 
 
-def summary(totals: Totals, plan: Plan) -> str:
-    """Loss, speed, bytes held per tier and bytes moved per link, as lines of text."""
+def summary(totals: Totals, plan: Plan, *, saves: bool = False) -> str:
+    """Loss, speed, bytes held per tier and bytes moved per link, as lines of text.
+
+    Args:
+        saves: checkpoints were saved while steps ran, which holds more than the plan.
+    """
     steps = "1 step" if totals.num_steps == 1 else f"{totals.num_steps} steps"
     rate = f"{totals.tokens / totals.seconds:,.0f} {totals.counted}/s"
     mean = show_seconds(totals.seconds / totals.num_steps)
@@ -26,10 +33,15 @@ def summary(totals: Totals, plan: Plan) -> str:
             losses,
             "",
             *_table(_held(totals, plan)),
+            *([ABOVE_PLAN] if saves and _is_above(totals, plan) else []),
             "",
             *_table(_moved(totals, plan)),
         ]
     )
+
+
+def _is_above(totals: Totals, plan: Plan) -> bool:
+    return any(totals.peak_bytes[tier] > plan.peak_bytes[tier] for tier in Tier)
 
 
 def _held(totals: Totals, plan: Plan) -> list[Row]:

@@ -288,5 +288,9 @@ def test_measured_and_planned_stand_side_by_side(golden: Golden) -> None:
     second = metrics_of(2, device_bytes=2**18, h2d_bytes=4097, evaluation_loss=3.25)
     alone, both = Totals.of(first), Totals.of(first) + Totals.of(second)
     golden.check("summary.txt", f"{summary(alone, plan)}\n\n{summary(both, plan)}")
+    large = Totals.of(metrics_of(1, host_bytes=plan.peak_bytes[Tier.HOST] + 1))
+    for totals, saves in ((large, True), (large, False), (alone, True)):
+        says = "More than planned: saves" in summary(totals, plan, saves=saves)
+        assert says == (totals is large and saves)
     samples = Totals.of(metrics_of(1, samples_per_second=100.0))
     assert "4.0 s: 100 samples/s, " in summary(samples + samples, plan)

@@ -156,7 +156,7 @@ class _Run:
         self.group = trainer.engine.planner.group
         self.batches = Batches(trainer.train_data)
         self.output = Output()
-        self.num_skipped = self.tokens_seen = 0
+        self.num_skipped = self.tokens_seen = self.num_saves = 0
         self.saved_step: int | None = None
         self.wants_save = False
         self.best = Best()
@@ -368,6 +368,7 @@ class _Run:
         if self.best.step:
             state["best"] = asdict(self.best)
         checkpoints.save(self.engine.num_steps, self.engine, state)
+        self.num_saves += 1
         self.saved_step = self.engine.num_steps
 
     def finish(self) -> None:
@@ -379,7 +380,8 @@ class _Run:
             self.save()
         checkpoint = self.last_checkpoint()
         self.output.close_progress()
-        self.output.say(summary(self.totals, self.engine.plan))
+        saves = self.num_saves > 1  # The last one runs after all steps.
+        self.output.say(summary(self.totals, self.engine.plan, saves=saves))
         self.output.say(f"\n{checkpoint}")
         if self.best.step:
             place, checkpoints = "", self.settings.checkpoints
