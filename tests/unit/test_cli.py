@@ -26,6 +26,8 @@ from tests.runs import Runs
 from tests.tiers import stage_3
 from zinf.checkpoint import Saved
 from zinf.cli import app
+from zinf.cli.gpt_task import gpt_config
+from zinf.core.config import Config
 from zinf.core.interchange import find
 from zinf.core.plan import InfeasibleError
 from zinf.core.program import ArrayId, Role
@@ -214,6 +216,20 @@ def test_training_what_does_not_fit_ends_before_the_first_step(
     # A traceback is shown on request.
     result = zinf("train", file, *tight, "--traceback", code=1)
     assert isinstance(result.exception, InfeasibleError)
+
+
+@pytest.mark.parametrize(
+    ("longest", "asked", "length"),
+    [(16, None, 16), (None, 8, 8), (None, None, 256), (16, 8, 8), (512, None, 512)],
+)
+def test_a_model_and_its_data_have_a_length_for_each_other(
+    config: dict[str, Any], longest: int | None, asked: int | None, length: int
+) -> None:
+    config["model"]["max_length"] = longest
+    config["data"]["sequence_length"] = asked
+    loaded = Config.load(config)
+    assert loaded.sequence_length == length
+    assert gpt_config(loaded).max_length == (longest or length)
 
 
 def test_planning_prints_the_plan_and_makes_nothing(file: Path, tmp_path: Path) -> None:

@@ -277,8 +277,8 @@ def _model(config: Config) -> Model:
     if config.model is None or config.model.model_fields_set == {"attention"}:
         raise ValueError(
             "The config has no model section, which zinf train and zinf plan need. "
-            "Add one, such as model: {num_layers: 8, num_heads: 5, embed_dim: 320, "
-            "max_length: 256}, or one of your own: model: {function: module:make}."
+            "Add one, such as model: {num_layers: 8, num_heads: 5, embed_dim: 320}, "
+            "or one of your own: model: {function: module:make}."
         )
     return config.model
 
@@ -300,4 +300,5 @@ def gpt_config(config: Config) -> GPTConfig:
     kept = config.kept_tokens
     layers = () if kept is None else kept.layers
     given = model.model_dump(exclude={"name", "huggingface", "function", "attention"})
+    given["max_length"] = model.max_length or config.sequence_length
     return GPTConfig(**given, random_ltd_layers=layers)

@@ -166,7 +166,7 @@ class Model(Section):
     """Number of token values; bytes have 256."""
 
     max_length: Int32 | None = None
-    """Longest sequence in tokens; required with name."""
+    """Longest sequence in tokens; data.sequence_length when null."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation."""
@@ -236,11 +236,9 @@ class Model(Section):
             return
         if self.model_fields_set == {"attention"}:
             return  # The model is made in Python.
-        sizes = self.num_layers, self.num_heads, self.embed_dim, self.max_length
-        names = "num_layers", "num_heads", "embed_dim", "max_length"
-        missing = [n for n, size in zip(names, sizes, strict=True) if size is None]
-        for key in missing:
-            yield (key,), "is required here, but missing."
+        for key in ("num_layers", "num_heads", "embed_dim"):
+            if getattr(self, key) is None:
+                yield (key,), "is required here, but missing."
         if self.num_layers is None or self.num_heads is None or self.embed_dim is None:
             return
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
@@ -371,8 +369,8 @@ class Data(Section):
     """Folder for the text of JSON lines and parquet; null: run.output/data."""
 
     sequence_length: Count | None = None
-    """Tokens per sample; null: 256, or 1,024 with model.huggingface, or what the model
-    was made for if that is less."""
+    """Tokens per sample; null: model.max_length, or 256 without it. With
+    model.huggingface: 1,024, or what the model was made for if that is less."""
 
     max_buckets: Count = 8
     """Most lengths that a schedule of lengths, or dynamic_batching, trains with. Each

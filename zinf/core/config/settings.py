@@ -246,13 +246,14 @@ class Settings(DeepSpeedKeys):
         """Tokens that a sample of `zinf train` predicts.
 
         A published model that was made for fewer has fewer if the config says nothing.
+        zinf's own model is made for as many if `model.max_length` does not say.
         """
         if self.data.sequence_length is not None:
             return self.data.sequence_length
         if self.model is not None and self.model.huggingface is not None:
             return PUBLISHED_SEQUENCE_LENGTH
         longest = None if self.model is None else self.model.max_length
-        return min(SEQUENCE_LENGTH, longest or SEQUENCE_LENGTH)
+        return longest or SEQUENCE_LENGTH
 
     @property
     def lengths(self) -> "Lengths | None":
