@@ -332,6 +332,8 @@ def test_a_trace_is_drawn_and_what_is_none_is_named(
     assert "Step 1: " in output.read_text()
     result = zinf("plot", trace, "--step", 4, code=2)
     assert result.stderr == f"error: {trace} has no step 4. It has 1, 2, 3.\n"
+    # The folder of the run will do.
+    assert zinf("plot", tmp_path).stdout == shown
     result = zinf("plot", tmp_path / "absent.json", code=2)
     assert "No such file" in result.stderr and "absent.json" in result.stderr
     result = zinf("plot", file, code=2)

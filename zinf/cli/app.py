@@ -235,7 +235,9 @@ def finetune(
 
 @app.command()
 def plot(
-    trace: Annotated[Path, typer.Argument(help="What zinf train --trace wrote.")],
+    trace: Annotated[
+        Path, typer.Argument(help="What zinf train --trace wrote, or its run's folder.")
+    ],
     output: Annotated[
         Path | None,
         typer.Option(help="The page; the trace with the ending .html if absent."),
@@ -252,8 +254,10 @@ def plot(
     """
     from zinf.observe import read_trace
     from zinf.observe.plot import plot as draw
+    from zinf.observe.record import TRACE
 
     with clean_errors(traceback):
+        trace = trace / TRACE if trace.is_dir() else trace
         steps = {traced.number: traced for traced in read_trace(trace)}
         number = max(steps) if step is None else step
         if number not in steps:

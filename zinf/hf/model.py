@@ -91,7 +91,8 @@ def load(
     Raises:
         FileNotFoundError, OSError: see `find_folder`; or the base is absent.
         ValueError, NotImplementedError: see `read_config` and `read_adapter`; or the
-            architecture has no causal language model, or not so many layers.
+            files are of a classifier, or the architecture has no causal language model,
+            or not so many layers.
     """
     folder, name = find_folder(path_or_id), str(path_or_id)
     adapter = read_adapter(folder)
@@ -105,6 +106,7 @@ def load(
             f"{name} is a whole model, so base = {base} has no use. Leave it out."
         )
     config, layers = read_config(folder), tuple(random_ltd_layers)
+    _refuse_classifier(name, config)
     count = config.get_text_config().num_hidden_layers if layers else 0
     outside = [layer for layer in layers if not 0 <= layer < count]
     if outside:
@@ -113,6 +115,17 @@ def load(
             f"{count - 1}."
         )
     return Model(name, folder, config, dtype, adapter, layers)
+
+
+def _refuse_classifier(name: str, config: transformers.PretrainedConfig) -> None:
+    """Refuse files with a head of classes, without which a model says nothing."""
+    for kind in config.architectures or ():
+        if kind.endswith("ForSequenceClassification"):
+            raise ValueError(
+                f"{name} is a classifier ({kind}), and a language model is wanted. "
+                "zinf finetune --objective classification trains it on, and zinf "
+                "evaluate CONFIG evaluates a run of it; in Python use hf.load_head."
+            )
 
 
 def load_as_stored(

@@ -45,9 +45,14 @@ def records(path: Path) -> Iterator[tuple[Any, str]]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or a line is no JSON.
+        ValueError: it is damaged, or a line is no JSON, or it is of another kind.
     """
     suffix = path.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        raise ValueError(
+            f"{path}: tables of text are not read. Write it as parquet, in pandas with "
+            f"read_csv({path.name!r}).to_parquet({path.with_suffix('.parquet').name!r})."
+        )
     if suffix == ".parquet":
         yield from parquet_records(path)
         return

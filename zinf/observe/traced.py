@@ -194,5 +194,5 @@ def _amounts(found: Any) -> dict[str, int]:
 def _foreign(path: Path | str, why: str) -> ValueError:
     return ValueError(
         f"{path} is damaged, or no trace of zinf: {why}. Make one with zinf train "
-        "CONFIG --trace FILE."
+        "CONFIG --trace FILE. (zinf report FOLDER draws the metrics of a run.)"
     )

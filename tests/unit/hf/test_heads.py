@@ -182,6 +182,8 @@ def tokenizing(**changes):
 def test_bad_input_is_refused_by_name(tmp_path, golden):
     make(llama()).save_pretrained(tmp_path)
     model = hf.load_head(tmp_path, labels=NAMES)
+    classifier = tmp_path / "classifier"
+    llama(architectures=["LlamaForSequenceClassification"]).save_pretrained(classifier)
 
     def traced(**changes):
         jax.eval_shape(model.loss, model.zeros(), text() | changes)
@@ -219,6 +221,11 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         "a number below 0": lambda: line(text="w1", label=-1),
         "a long text": lambda: line(text="w1 " * 9, label=1),
         "numbers and names": lambda: names(1, "a"),
+        "one class": lambda: names("a", "a"),
+        "one number": lambda: names(0, 0),
+        "a line of another kind": lambda: line(messages=[]),
+        "a table": lambda: class_names([tmp_path / "data.csv"], ()),
+        "a classifier as a language model": lambda: hf.load(classifier),
     }
     lines = refusals(mistakes, tmp_path).splitlines()
     # Arguments depend on the version of transformers.
@@ -238,7 +245,7 @@ def test_names_of_classes_are_found_in_files(tmp_path):
 
     assert names(["b", "a", "b"]) == ("a", "b")
     assert names(["b"], known=("b", "a")) == ("b", "a")
-    assert names(["c"], known=("b", "a")) == ("c",)
+    assert names(["c", "d"], known=("b", "a")) == ("c", "d")
     assert names([2, 0]) == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert names([1], known=("no", "yes")) == ("no", "yes")
     assert names([2], known=("no", "yes")) == ("LABEL_0", "LABEL_1", "LABEL_2")

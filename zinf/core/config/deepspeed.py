@@ -3,7 +3,10 @@
 Those that zinf does not read are in `unread`.
 """
 
-from pydantic import Field
+from math import inf
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
 
 from zinf.core.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.core.config.optimizer import Optimizer
@@ -15,6 +18,10 @@ from zinf.core.config.section import Section
 from zinf.core.config.status import Auto
 from zinf.core.config.unread import TABLE
 from zinf.core.config.zero import AIO, ZeroOptimization
+
+Finite = Annotated[
+    Count | None, BeforeValidator(lambda n: None if n in (inf, "inf") else n)
+]
 
 
 class ActivationCheckpointing(Section):
@@ -137,8 +144,9 @@ class DeepSpeedKeys(Section):
     )
     """What backward needs of the forward pass."""
 
-    steps_per_print: Auto[Count | None] = None
-    """Steps between printed metrics, unless run.log_every is given."""
+    steps_per_print: Auto[Finite] = None
+    """Steps between printed metrics, unless run.log_every is given. Infinity, which
+    accelerate writes, counts as absent."""
 
     tensorboard: TensorBoard = Field(default_factory=TensorBoard)
     """Metrics as TensorBoard events."""

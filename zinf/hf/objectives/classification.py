@@ -111,19 +111,27 @@ def class_names(paths: Sequence[Path], known: Sequence[str]) -> tuple[str, ...]:
     Raises:
         FileNotFoundError, ValueError: a file or a line is wrong.
     """
+    files = ", ".join(map(str, paths))
     found = {_fields(*line)[1] for path in paths for line in records(path)}
     numbers = {label for label in found if isinstance(label, int)}
     names = {label for label in found if isinstance(label, str)}
     if numbers and names:
         raise ValueError(
-            f"{', '.join(map(str, paths))}: some labels are numbers "
+            f"{files}: some labels are numbers "
             f"({min(numbers)}), and some are names ({listed(sorted(names))}). Use one "
             "of both."
         )
-    if names:
-        return tuple(known) if names <= {*known} else tuple(sorted(names))
-    by_number = tuple(f"LABEL_{i}" for i in range(max(numbers, default=-1) + 1))
-    return tuple(known) if len(known) >= len(by_number) else by_number
+    classes = tuple(sorted(names))
+    if numbers:
+        classes = tuple(f"LABEL_{i}" for i in range(max(numbers) + 1))
+    if names <= {*known} and len(classes) <= len(known):
+        return tuple(known)
+    if len(classes) == 1:
+        raise ValueError(
+            f"{files}: every label is {min(found)!r}, and a classifier has two classes "
+            "or more. Add lines of another one, or name all classes in data.labels."
+        )
+    return classes
 
 
 def _fields(line: Any, where: str) -> tuple[str, str | int]:
@@ -132,9 +140,10 @@ def _fields(line: Any, where: str) -> tuple[str, str | int]:
     text, label = fields.get("text"), fields.get("label")
     has_label = isinstance(label, str | int) and not isinstance(label, bool)
     if not isinstance(text, str) or not text or not has_label or label == "":
+        shown = f"{line!r:.60}" if {*fields} >= {"text", "label"} else ", ".join(fields)
         raise ValueError(
             f"{where}: with data.objective classification a line must have a text that "
-            f"is not empty, and a label, a name or a number; found {line!r:.60}."
+            f"is not empty, and a label, a name or a number; found {shown or line}."
         )
     assert isinstance(label, str | int)
     return text, label
