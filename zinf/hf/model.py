@@ -123,8 +123,9 @@ def _refuse_classifier(name: str, config: transformers.PretrainedConfig) -> None
         if kind.endswith("ForSequenceClassification"):
             raise ValueError(
                 f"{name} is a classifier ({kind}), and a language model is wanted. "
-                "zinf finetune --objective classification trains it on, and zinf "
-                "evaluate CONFIG evaluates a run of it; in Python use hf.load_head."
+                "zinf finetune --objective classification (or reward) trains it on, "
+                "and zinf evaluate CONFIG evaluates a run of it; in Python use "
+                "hf.load_head."
             )
 
 
