@@ -86,7 +86,7 @@ class Engine:
     def __init__(self, planner: Planner, rng: jax.Array | None):
         # No attribute may refer back to the engine: a dropped engine would then keep
         # its tiers until the next garbage collection.
-        self.planner, self.config, self.rng = planner, planner.config, rng
+        self.config, self.rng = planner.config, rng
         self._runners = Runners(planner)
         self._condition = self._runners.condition
         # An engine that only runs a model streams its "steps", and not its texts.
@@ -106,6 +106,15 @@ class Engine:
     @property
     def num_steps(self) -> int:
         return self._scalars.num_steps
+
+    @property
+    def planner(self) -> Planner:
+        """Plans the steps, from the user's loss, parameters and config."""
+        return self._runners.planner
+
+    @planner.setter
+    def planner(self, planner: Planner) -> None:
+        self._runners.planner = planner
 
     @property
     def stores(self) -> Stores:

@@ -19,6 +19,7 @@ from zinf.core.step.batch import (
     with_shapes_before,
 )
 from zinf.core.step.forward import check_rows_of_outputs, plan_forward
+from zinf.core.step.planner import Planner
 from zinf.core.step.run.evaluation import evaluation_by_segment
 from zinf.core.step.run.forward import ForwardRunner, joined
 from zinf.core.step.run.runner import AbstractRunner, Evaluate
@@ -46,9 +47,13 @@ class Programs:
     """
 
     def __init__(self, runners: Runners, execution: str) -> None:
-        self.runners, self.planner = runners, runners.planner
+        self.runners = runners
         self.made: Recent[Any] = Recent(MAX_FORWARD)
         self.execution = execution
+
+    @property
+    def planner(self) -> Planner:
+        return self.runners.planner
 
     def evaluation(
         self,
