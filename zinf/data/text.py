@@ -167,6 +167,10 @@ def split_windows(
 def text_dataset(
     paths: Sequence[str],
     *,
+    glob: str | None = None,
+    field: str = "text",
+    bin_dtype: str = "uint16",
+    cache: Path | None = None,
     sequence_length: int,
     batch_size: int,
     seed: int,
@@ -178,7 +182,7 @@ def text_dataset(
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
     metrics: Callable[[int, dict[str, Any]], Sequence[Metric]] | None = None,
-    **reading: Any,
+    say: Callable[[str], None] = lambda text: None,
 ) -> grain.IterDataset:
     """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} from files.
 
@@ -187,7 +191,8 @@ def text_dataset(
     `set_state()` the same batches follow, if the files have not changed.
 
     Args:
-        paths: See `find_files`.
+        paths, glob: See `find_files`.
+        field, bin_dtype, cache: See `read_tokens`.
         sequence_length: Number of tokens that a window predicts.
         batch_size: Windows per optimizer step, over all microbatches and devices.
         seed: Seed of the shuffling. Each epoch has another order.
@@ -206,7 +211,7 @@ def text_dataset(
         metrics: from the number of samples, and what `TokenWindows.about` tells of
             them, to their difficulties: each step draws samples that are easy enough;
             see `CurriculumSamples`.
-        reading: `glob`, `field`, `bin_dtype`, `cache` and `say` of `read_tokens`.
+        say: See `read_tokens`.
 
     Raises:
         FileNotFoundError, ValueError: See `read_tokens`. ValueError also if the split
@@ -214,7 +219,9 @@ def text_dataset(
             batch does not divide (see `Share`).
     """
     windows = split_windows(
-        read_tokens(paths, **reading),
+        read_tokens(
+            paths, glob=glob, field=field, bin_dtype=bin_dtype, cache=cache, say=say
+        ),
         sequence_length=sequence_length,
         split=split,
         validation_fraction=validation_fraction,
