@@ -38,7 +38,10 @@ LAYERS = (
     ("checkpoint", "observe"),
     ("inference",),
     ("core.engine",),
-    ("core.interchange", "adapt", "core.verification", "core.trainer"),
+    (
+        *("core.interchange", "adapt", "core.verification"),
+        *("core.trainer", "core.rollouts"),
+    ),
     ("nnx", "linen", "hf", "ray"),
     ("cli", "lm_eval"),
     ("__main__",),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zinf.core import optim as optim
     from zinf.core import plan as plan
     from zinf.core import rl as rl
+    from zinf.core import rollouts as rollouts
     from zinf.core import topology as topology
     from zinf.core.config import Config as Config
     from zinf.core.engine.engine import Engine as Engine

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -66,6 +66,19 @@ class Adapted:
         """
         return AdaptedFunction(function, self.layout, 0.0, drops_key=False)
 
+    def unchanged(self, function: Callable) -> "AdaptedFunction":
+        """As `applied`, of the frozen weights alone: as if there were no adapters.
+
+        Raises:
+            ValueError: some leaves are trained whole, so their first values are gone.
+        """
+        if self.saved:
+            raise ValueError(
+                f"{self.saved[0]!r} is trained whole (modules_to_save), so the model "
+                "without its adapters is not what training began with."
+            )
+        return AdaptedFunction(function, self.layout.frozen(), 0.0, drops_key=False)
+
     def merge(self, params: Any) -> Any:
         """The user's parameters with the adapters added, one leaf at a time.
 
@@ -91,6 +104,15 @@ class Layout:
     structure: Any
     targets: Mapping[str, Target]
     saved: frozenset[str]
+
+    def frozen(self) -> "Layout":
+        """The layout without adapters: weights are the frozen ones, decoded."""
+        kept = {
+            path: replace(target, r=0, is_dora=False)
+            for path, target in self.targets.items()
+            if target.encoding is not None
+        }
+        return replace(self, targets=kept)
 
     def tree(self, leaves: Mapping[str, Any]) -> Any:
         """The user's pytree of leaves by key path."""

@@ -14,7 +14,7 @@ from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import AllowChanged, WeightBits, evaluate, generate
-from zinf.cli.options import FINETUNE, with_options
+from zinf.cli.options import FINETUNE, GRPO, with_options
 from zinf.cli.trl import FamiliarCommand
 from zinf.core.process.uncollected import uncollected
 from zinf.core.text.complaint import ShownFormatter, tell
@@ -222,6 +222,71 @@ def finetune(
 
     with clean_errors(traceback):
         raw = model_config(model, data=data, samples=samples, **options)
+        finetune_model(
+            raw,
+            overrides or (),
+            output=output,
+            merges=merge,
+            epochs=epochs,
+            group=Alone(),
+            allow_changed=allow_changed or (),
+        )
+
+
+@app.command(cls=FamiliarCommand)
+@with_options(GRPO)
+def grpo(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with config.json, safetensors and tokenizer, or a name on "
+            "the Hugging Face hub."
+        ),
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="JSON lines or parquet of prompt (a text or messages); other fields "
+            "go to the rewards; repeatable."
+        ),
+    ],
+    reward: Annotated[
+        list[str],
+        typer.Option(
+            help="FILE.py:FUNCTION of (prompts, completions, **columns), which returns "
+            "a number or None for each completion; repeatable."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the tuned model.")],
+    epochs: Annotated[float, typer.Option(help="How often each prompt is used.")] = 1.0,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Completions of a step; those of a prompt if absent."),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge/--no-merge",
+            help="Write the model with its adapters added to OUTPUT, and the adapters "
+            "to OUTPUT.adapter; else the adapters alone to OUTPUT.",
+        ),
+    ] = True,
+    allow_changed: AllowChanged = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+    **options: Any,
+) -> None:
+    """Train a model of transformers on what it writes itself, by rewards.
+
+    For each prompt it draws several completions, and those that are rewarded more than
+    the others become likelier (GRPO, or RLOO). Options have the names of TRL. Metrics,
+    completions and checkpoints of the run are in the folder OUTPUT.run.
+    """
+    from zinf.cli.finetune import finetune_model, of_rewards
+    from zinf.distributed import Alone
+
+    with clean_errors(traceback):
+        raw = of_rewards(model, data=data, rewards=reward, samples=samples, **options)
         finetune_model(
             raw,
             overrides or (),

@@ -11,10 +11,11 @@ import yaml
 from zinf import hf
 from zinf.cli.endings import say as _say
 from zinf.cli.endings import say_nothing
-from zinf.cli.options import FINETUNE, keys_of
+from zinf.cli.options import FINETUNE, GRPO, keys_of
 from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.train import train_held
 from zinf.core.config import Config
+from zinf.core.config.grpo import Grpo
 from zinf.core.config.load import override
 from zinf.core.machine.devices import on_devices
 from zinf.core.objectives import OBJECTIVES
@@ -123,19 +124,22 @@ def model_config(
     With files for evaluation there is one every 100 steps and at last.
 
     Args:
-        options: values of the options in `FINETUNE`.
+        options: values of the options in `FINETUNE`, or with the objective grpo in
+            `GRPO`.
 
     Raises:
         ValueError: there are options of adapters, and no rank.
     """
-    chosen = dict(keys_of(FINETUNE, options))
+    objective = OBJECTIVES.get(options.get("objective", "sft"))
+    is_drawn = objective is not None and objective.is_drawn
+    table = GRPO | {"objective": FINETUNE["objective"]} if is_drawn else FINETUNE
+    chosen = dict(keys_of(table, options))
     rank, rate = chosen.get("adapter.r"), ADAPTER_LEARNING_RATE
     if rank is None:
         rate = LEARNING_RATE
         _refuse_adapters(chosen)
     else:
         chosen = {"adapter.lora_alpha": float(ALPHA_OF_RANK * rank)} | chosen
-    objective = OBJECTIVES.get(options.get("objective", "sft"))
     if objective is not None:
         rate *= objective.rate
     if data:
@@ -160,6 +164,24 @@ def model_config(
         for below in sections:
             section = section.setdefault(below, {})
         section[name] = value
+    return raw
+
+
+def of_rewards(
+    model: str, *, rewards: Sequence[str], samples: int | None, **options: Any
+) -> dict[str, Any]:
+    """As `model_config`, of a config that trains a model from rewards.
+
+    Args:
+        rewards: functions, as FILE.py:FUNCTION; files from the current folder on.
+        samples: completions of a step; None: those of a prompt.
+    """
+    group = options.get("num_generations")
+    group = Grpo.model_fields["num_generations"].default if group is None else group
+    options |= {"objective": "grpo", "samples": samples or group}
+    raw = model_config(model, **options)
+    # The config of the run is in another folder.
+    raw.setdefault("grpo", {})["rewards"] = [str(Path.cwd() / x) for x in rewards]
     return raw
 
 

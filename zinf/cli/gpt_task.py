@@ -1,6 +1,6 @@
 """What a config asks to do with zinf's own GPT."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.problem.weighted import Weighted
 from zinf.core.step.planner import Planner
 from zinf.core.topology import Topology
+from zinf.core.trainer import Hook
 from zinf.data import TEACHER_LOGITS, describe, text_dataset
 from zinf.data.configured import batch_size, difficulties, paced
 from zinf.data.text import Split, read_tokens, tokens_hash
@@ -211,6 +212,11 @@ class GptTask:
 
     def measures(self, engine: Any, batches: Any) -> tuple[()]:
         return ()
+
+    def drawn(
+        self, data: grain.IterDataset, engine: Engine
+    ) -> tuple[grain.IterDataset, Sequence[Hook]]:
+        return data, ()
 
     def export(self, engine: Any, say: Callable[[str], None]) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from zinf.cli.inference import TooLong
-from zinf.core.objectives import OBJECTIVES, in_help
+from zinf.core.objectives import FINETUNED, in_help
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Option:
         return Parameter(name, Parameter.KEYWORD_ONLY, **named)
 
 
-_LOW = ", ".join(name for name, x in OBJECTIVES.items() if x.rate < 1)
+_LOW = ", ".join(name for name, x in FINETUNED.items() if x.rate < 1)
 FINETUNE = {
     "steps": Option(
         "run.steps", int, "Optimizer steps, in place of --epochs.", more={"min": 1}
@@ -143,6 +143,63 @@ FINETUNE = {
     ),
 }
 
+_OF_GRPO = (
+    *("steps", "learning_rate", "sequence_length", "too_long", "nvme", "lora"),
+    *("lora_alpha", "lora_dropout", "target_modules", "modules_to_save"),
+    *("use_rslora", "use_dora", "base_encoding", "adapter", "resume"),
+)
+GRPO = {name: FINETUNE[name] for name in _OF_GRPO} | {
+    "algorithm": Option("grpo.algorithm", str, "grpo or rloo.", default="grpo"),
+    "num_generations": Option(
+        "grpo.num_generations", int, "Completions of a prompt; 8 if absent."
+    ),
+    "max_completion_length": Option(
+        "grpo.max_completion_length", int, "Most tokens of one; 256 if absent."
+    ),
+    "temperature": Option(
+        "grpo.temperature", float, "Of drawing and of the loss; 1 if absent."
+    ),
+    "top_p": Option("grpo.top_p", float, "Draw from the likeliest of this sum."),
+    "top_k": Option("grpo.top_k", int, "Draw from so many of the likeliest."),
+    "min_p": Option("grpo.min_p", float, "Draw from this share of the likeliest."),
+    "beta": Option(
+        "grpo.beta",
+        float,
+        "Factor of the divergence from the model as it was; 0, no reference, if "
+        "absent.",
+    ),
+    "loss_type": Option(
+        "grpo.loss_type",
+        str,
+        "dapo (if absent), grpo, bnpo, dr_grpo, cispo, sapo or luspo.",
+    ),
+    "scale_rewards": Option(
+        "grpo.scale_rewards", str, "Of advantages: group (if absent), batch or none."
+    ),
+    "importance_sampling_level": Option(
+        "grpo.importance_sampling_level",
+        str,
+        "Ratios of a token (if absent), sequence or sequence_token.",
+    ),
+    "epsilon": Option("grpo.epsilon", float, "Clip ratios; 0.2 if absent."),
+    "epsilon_high": Option("grpo.epsilon_high", float, "Above; epsilon if absent."),
+    "num_iterations": Option(
+        "grpo.num_iterations", int, "Times that a completion is trained on."
+    ),
+    "steps_per_generation": Option(
+        "grpo.steps_per_generation", int, "Microbatches of what is drawn at once."
+    ),
+    "mask_truncated_completions": Option(
+        "grpo.mask_truncated_completions",
+        bool,
+        "Leave out completions that did not end.",
+        default=False,
+    ),
+    "reward_weights": Option(
+        "grpo.reward_weights", list[float], "A factor a reward; repeatable."
+    ),
+}
+
 
 def with_options(options: Mapping[str, Option]) -> Callable[[Callable], Callable]:
     """Gives a command options in place of its `**options`."""
@@ -166,5 +223,5 @@ def keys_of(
         if value is None or value == [] or value == option.default:
             continue
         if isinstance(value, list | tuple):
-            value = [str(x) for x in value]
+            value = [str(x) if isinstance(x, Path) else x for x in value]
         yield option.key, str(value) if isinstance(value, Path) else value

@@ -118,6 +118,7 @@ def train_held(
         of_rates = said_of_rates(engine.plan)
         say(f"{engine.plan.summary()}\n{of_rates}".rstrip() + "\n")
         task.before_training(engine, say)
+        data, hooks = task.drawn(data, engine)
         output = config.run.output
         folder = place_of_checkpoints(config)
         metrics = config.run.metrics or output / METRICS
@@ -166,8 +167,11 @@ def train_held(
                 learning_rate=learning_rate(config),
                 describe=task.describe,
                 hooks=[
-                    Hook(measure, config.run.evaluate_every, at_end=True)
-                    for measure in task.measures(engine, evaluation_data)
+                    *hooks,
+                    *(
+                        Hook(measure, config.run.evaluate_every, at_end=True)
+                        for measure in task.measures(engine, evaluation_data)
+                    ),
                 ],
             )
             try:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from zinf.core.objectives import OBJECTIVES
+from zinf.core.objectives import FINETUNED
 from zinf.core.text.complaint import complain
 
 # axolotl's names, and TRL's for the same.
@@ -96,7 +96,8 @@ REFUSED = {
     "group-by-length": "Use data_efficiency's dynamic_batching (--set).",
     "auto-find-batch-size": "zinf plan --model says what fits, before the run.",
     "datasets": "Name files, and their format is found: --data FILE.",
-    "rl": f"The objective says which: --objective ({', '.join(OBJECTIVES)}).",
+    "rl": "grpo is the command zinf grpo; else the objective says which: --objective "
+    f"({', '.join(FINETUNED)}).",
     "wandb-project": "zinf writes metrics.jsonl, and TensorBoard's events: --report-to "
     "tensorboard.",
     "special-tokens": "Set them in tokenizer_config.json, beside the model.",
@@ -269,7 +270,7 @@ class _Options:
         if name not in LOSSES:
             raise ValueError(
                 f"--loss-type {name}: it must be {' or '.join(LOSSES)}; another loss "
-                f"has an objective of its own: --objective ({', '.join(OBJECTIVES)})."
+                f"has an objective of its own: --objective ({', '.join(FINETUNED)})."
             )
         objective = LOSSES[name]
         if "--objective" not in self.done:

@@ -18,6 +18,7 @@ class Traits:
         predicts_next: the loss has a term for each token of a row, the entropy of the
             next one. Such rows can be packed, shortened and batched by their tokens.
         has_classes: whether `data.labels` names its classes.
+        is_drawn: the model writes what it is trained on; lines have prompts alone.
     """
 
     goal: str
@@ -26,6 +27,7 @@ class Traits:
     rate: float = 1.0
     predicts_next: bool = False
     has_classes: bool = False
+    is_drawn: bool = False
 
 
 OBJECTIVES = {
@@ -65,13 +67,22 @@ OBJECTIVES = {
     "classification": Traits(
         "give a text its label", "a text and its label", has_classes=True
     ),
+    "grpo": Traits(
+        "write what is rewarded, https://arxiv.org/abs/2402.03300",
+        "prompts",
+        # 1e-6 of all weights, as in TRL.
+        rate=0.1,
+        is_drawn=True,
+    ),
 }
+# Those of `zinf finetune`; others have commands of their own.
+FINETUNED = {name: traits for name, traits in OBJECTIVES.items() if not traits.is_drawn}
 
 
 def in_help() -> str:
-    """The objectives in a sentence for `--help`."""
+    """The objectives of `zinf finetune` in a sentence for `--help`."""
     by_lines: dict[str, list[str]] = {}
-    for name, traits in OBJECTIVES.items():
+    for name, traits in FINETUNED.items():
         by_lines.setdefault(traits.lines, []).append(name)
     return "; ".join(
         ", ".join(names) + (f" for lines with {lines}" if lines else "")

@@ -17,6 +17,13 @@ class AbstractForeseen(grain.DatasetIterator):
     def whole(self) -> Any:
         """Shapes and dtypes of the largest batch. One batch must have been taken."""
 
+    def first(self) -> Any:
+        """Shapes and dtypes of the first batch, or None if it must be taken first.
+
+        For batches that take long to make, and that a resumed run has no use for.
+        """
+        return None
+
     @abstractmethod
     def coming(self, num_steps: int) -> list[Any]:
         """Shapes and dtypes of the next `num_steps` batches, each of them once.

@@ -29,25 +29,45 @@ def settings_of(model: Model, given: Mapping[str, Any]) -> Sampling:
         ValueError: a value is impossible, or the file is no JSON.
         NotImplementedError: a setting is not supported; see `read_settings`.
     """
-    path, settings = model.folder / SETTINGS, {}
-    if path.is_file():
-        try:
-            settings = from_json(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
-        if not isinstance(settings, dict):
-            raise ValueError(f"{path} has {settings!r:.40}, no settings. Get it again.")
+    settings = _settings(model)
     settings |= {name: value for name, value in given.items() if value is not None}
     temperature = given.get("temperature")
     if temperature is not None:
         settings["do_sample"] = temperature > 0
-    if settings.get("eos_token_id") is None:
-        text = model.config.get_text_config()
-        settings["eos_token_id"] = (
-            list(token_ids(getattr(text, "eos_token_id", None)))
-            or model.tokenizer.eos_token_id
-        )
+    settings["eos_token_id"] = _end_tokens(model, settings)
     return read_settings(settings)
+
+
+def end_tokens(model: Model) -> tuple[int, ...]:
+    """The tokens that end a text, by the file beside the model, or by the model.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    return token_ids(_end_tokens(model, _settings(model)))
+
+
+def _end_tokens(model: Model, settings: Mapping[str, Any]) -> int | list[int] | None:
+    given = settings.get("eos_token_id")
+    if given is not None:
+        return given
+    text = model.config.get_text_config()
+    own = list(token_ids(getattr(text, "eos_token_id", None)))
+    return own or model.tokenizer.eos_token_id
+
+
+def _settings(model: Model) -> dict[str, Any]:
+    """The settings of the file beside the model; empty if there is none."""
+    path = model.folder / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        settings = from_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} has {settings!r:.40}, no settings. Get it again.")
+    return settings
 
 
 def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndarray:

@@ -227,6 +227,7 @@ def initialize(
     config: ConfigSource = None,
     *,
     loss: Callable | None = None,
+    has_aux: bool = False,
     rng: jax.Array | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
@@ -243,6 +244,7 @@ def initialize(
             are trained beside them (see `zinf.adapt`).
         loss: a function with the arguments of `Model.loss`, such as that of
             `zinf.hf.Preference`; by default `model.loss`. It needs `batch`.
+        has_aux: it returns `(loss, aux)`.
         rng: for dropout. If the model has any and this is absent, it is key 0.
         batch: `input_ids` and maybe `labels`, `attention_mask`, `position_ids`, each
             (samples, tokens); see `Model.loss`.
@@ -277,6 +279,7 @@ def initialize(
         tx,
         config,
         loss=loss,
+        has_aux=has_aux,
         rng=rng,
         batch=batch,
         mesh=mesh,
@@ -291,13 +294,14 @@ def _engine(
     config: Config,
     *,
     loss: Callable | None = None,
+    has_aux: bool = False,
     rng: jax.Array | None = None,
     batch: Any,
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
 ) -> ModelEngine:
     """An engine for a config whose adapter section is done."""
-    where = {"mesh": mesh, "group": group}
+    where = {"mesh": mesh, "group": group, "has_aux": has_aux}
     planner = _planner(model, adapted, tx, config, loss=loss, rng=rng, **where)
     engine = ModelEngine(measuring(planner), rng)
     engine._model, engine._adapted = model, adapted

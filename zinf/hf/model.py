@@ -570,7 +570,12 @@ class Model:
         return f"it has layers of {', '.join(sorted(kinds))}" if kinds else ""
 
     def token_log_probabilities(
-        self, params: Params, batch: Batch, *, temperature: float = 1.0
+        self,
+        params: Params,
+        batch: Batch,
+        *key: jax.Array,
+        train: bool = False,
+        temperature: float = 1.0,
     ) -> jax.Array:
         """That of each token given those before it, float32 (batch, tokens - 1).
 
@@ -578,8 +583,8 @@ class Model:
             batch: as for `loss`; tokens without a label have 0.
             temperature: logits are divided by it.
         """
-        rest = {"train": False, "temperature": temperature}
-        return -self._token_losses(params, batch, **rest)[0][:, :-1]
+        rest = {"train": train, "temperature": temperature}
+        return -self._token_losses(params, batch, *key, **rest)[0][:, :-1]
 
     def check(self, batch: Any) -> None:
         """Refuse tokens that the model cannot know, and a batch that trains on none.

@@ -20,6 +20,8 @@ from zinf.adapt import Adapted, MergedTensors
 from zinf.core.config import Config
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
+from zinf.core.rollouts import Rollouts
+from zinf.core.trainer import Hook
 from zinf.data import (
     Bucket,
     TokenBatches,
@@ -124,6 +126,8 @@ class Task:
         model, config, rng = self.model, self.config, self._rng
         rows = batch_size(config) // group.count
         named: dict[str, Any] = {"rng": rng, "batch": self.batch_spec(rows)}
+        if self.objective.has_aux:
+            named["has_aux"] = True
         tx, told = build_optimizer(config), config.told()
         if config.adapter is None:
             return (self.loss, model.zeros, tx, freezing(told, model)), named
@@ -160,6 +164,7 @@ class Task:
             build_optimizer(config, self.rate_scale()),
             config.told(),
             loss=self.loss,
+            has_aux=self.objective.has_aux,
             rng=self._rng,
             batch=self.batch_spec(rows) if data is None else iter(data).whole(),
             mesh=mesh,
@@ -219,6 +224,8 @@ class Task:
         found = {"data.content": xxh3_128(content).hexdigest()}
         if self.config.adapter is not None:
             found["model.weights"] = self.model.digest
+        if self.objective.drawing is not None:
+            found |= self.objective.drawing.digests(self.config)
         return found
 
     def check_files(self) -> None:
@@ -292,6 +299,10 @@ class Task:
         self, batch_size: int, epochs: float, say: Callable[[str], None]
     ) -> int:
         """Steps in which each sample is used `epochs` times, at least 1."""
+        drawing = self.objective.drawing
+        if drawing is not None:
+            num_samples = drawing.num_samples(self.model, self.config)
+            return max(1, round(epochs * num_samples / batch_size))
         data = self.token_batches(say)
         if data is not None:
             return max(1, data.order.num_batches(epochs))
@@ -433,6 +444,20 @@ class Task:
         for name, parts in values.items():
             metrics[f"evaluation_{name}"] = float(np.concatenate(parts).mean())
 
+    def drawn(
+        self, data: grain.IterDataset, engine: Any
+    ) -> tuple[grain.IterDataset, Sequence[Hook]]:
+        """The batches of `dataset`, and what to call after each step.
+
+        The engine draws them, if the objective has it so.
+        """
+        drawing = self.objective.drawing
+        if drawing is None:
+            return data, ()
+        assert isinstance(data, Rollouts), "made by `dataset`"
+        found = drawing.by(data, engine, self.config)
+        return found, (found.hook,)
+
     @staticmethod
     def describe(batch: Mapping[str, np.ndarray]) -> dict[str, int]:
         """For the metrics: the length of rows, and the tokens trained on, or read.
@@ -458,6 +483,11 @@ class Task:
         say: Callable[[str], None] = lambda text: None,
     ) -> grain.IterDataset:
         """This process's share of the batches."""
+        drawing = self.objective.drawing
+        if drawing is not None:
+            found = drawing.dataset(self.model, self.config)
+            say(f"data: {found.brief()}")
+            return found
         config, process = self.config, (group.index, group.count)
         size, is_training = batch_size(config), split == "train"
         data = self.token_batches(say, process=process) if is_training else None

@@ -26,7 +26,15 @@ MAX_POINTS = 2000
 def training_figure(metrics: Sequence[Metrics]) -> Figure:
     """Loss and evaluation loss, learning rate and gradient norm, by step."""
     rows = [("loss", "loss", 3.0)]
-    optional = [("learning rate", "learning_rate"), ("gradient norm", "grad_norm")]
+    optional = [
+        ("learning rate", "learning_rate"),
+        ("gradient norm", "grad_norm"),
+        ("reward", "reward"),
+        ("KL divergence", "kl"),
+        ("entropy", "entropy"),
+        ("tokens of a completion", "completions/mean_length"),
+        ("share cut off", "completions/clipped_ratio"),
+    ]
     for title, key in optional:
         if any(m.get(key) is not None for m in metrics):
             rows.append((title, key, 1.0))

@@ -27,7 +27,7 @@ import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
 from zinf.core.config import Config  # isort: skip
-from zinf.core.objectives import OBJECTIVES  # isort: skip
+from zinf.core.objectives import FINETUNED, OBJECTIVES  # isort: skip
 from zinf.hf.objectives.dpo import reference_file  # isort: skip
 
 
@@ -114,7 +114,7 @@ def test_the_loss_is_that_of_the_paper(expected, tmp_path):
     compare(losses[1], 1)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", FINETUNED)
 def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path):
     folder = model_folder(tmp_path)
     line = {"text": "w0 w1 w2", "label": 1}

@@ -23,11 +23,19 @@ SECTIONS = (
     "frozen",
     "adapter",
     "distillation",
+    "grpo",
     "model",
     "data",
 )
 # Where data is and where it is kept: its content is compared.
-WITHOUT = ("data.paths", "data.glob", "data.cache", "data.evaluation_paths")
+WITHOUT = (
+    "grpo.rewards",
+    "grpo.reward_timeout",
+    "data.paths",
+    "data.glob",
+    "data.cache",
+    "data.evaluation_paths",
+)
 WITHIN = ("zero_optimization.zero_quantized_weights", "run.seed")
 
 

@@ -317,6 +317,18 @@ def _objective(config: Settings) -> Iterator[Violation]:
         yield ("data", "labels"), f"{text}. Remove it, or set the objective."
 
 
+def _drawing(config: Settings) -> Iterator[Violation]:
+    """How completions are drawn where none are, and evaluations of what is drawn."""
+    if not config.data.traits.is_drawn:
+        if "grpo" in config.model_fields_set:
+            text = f"has no effect (data.objective {config.data.objective})"
+            yield ("grpo",), f"{text}. Remove it, or set the objective to grpo."
+        return
+    if config.run.evaluate_every is not None:
+        text = "is not supported with data.objective grpo yet: rewards of training are"
+        yield ("run", "evaluate_every"), f"{text} in the metrics. Set it to null."
+
+
 def _counting(config: Settings) -> Iterator[Violation]:
     """Tokens of layers that cannot be counted, as the layers are not known."""
     counts = config.scheduler is not None and config.scheduler.count == "layer_tokens"
@@ -370,6 +382,7 @@ RULES: tuple[Callable[[Settings], Iterator[Violation]], ...] = (
     _function,
     _huggingface,
     _objective,
+    _drawing,
     _counting,
     _distillation,
     _names,

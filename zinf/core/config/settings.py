@@ -12,6 +12,7 @@ from zinf.core.config.deepspeed import DeepSpeedKeys
 from zinf.core.config.distillation import Distillation
 from zinf.core.config.dynamic_batching import DynamicBatching
 from zinf.core.config.efficiency import RESHAPE
+from zinf.core.config.grpo import Grpo
 from zinf.core.config.pacing import Pacing, buckets
 from zinf.core.config.precision import BF16, LossScaling
 from zinf.core.config.scalar import Flag, Folder, Text, Whole
@@ -69,6 +70,9 @@ class Settings(DeepSpeedKeys):
 
     distillation: Distillation | None = None
     """Train on the predictions of a teacher too; null: on the data alone."""
+
+    grpo: Grpo = Field(default_factory=Grpo)
+    """With data.objective grpo: how completions are drawn, rewarded and learnt from."""
 
     rates: Literal["measured", "fixed"] | Folder | None = None
     """Rates to plan by: a file that `zinf bench step` wrote; measured: a streamed run

@@ -16,7 +16,11 @@ class Batches:
         self._ahead: list[Any] = []
 
     def peek(self) -> Any:
-        """The next batch, which `next` still returns afterwards."""
+        """The next batch, which `next` still returns afterwards, or its shapes."""
+        if isinstance(self._iterator, AbstractForeseen):
+            shapes = self._iterator.first()
+            if shapes is not None:
+                return shapes
         try:
             self._ahead = [next(self)]
         except StopIteration:

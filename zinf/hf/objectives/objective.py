@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from zinf.core.config import Config
+from zinf.core.rollouts import Rollouts
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params, load
@@ -54,6 +55,8 @@ class Objective:
             than the loss.
         measures: `(outputs, batch) -> values by name`, whose means over the rows of an
             evaluation join its metrics.
+        has_aux: the loss returns `(loss, aux)`.
+        drawing: for batches that the model in training draws: how they are made.
     """
 
     loss: Callable[[Model, Config], Callable]
@@ -70,6 +73,25 @@ class Objective:
         Callable[[np.ndarray, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
         | None
     ) = None
+    has_aux: bool = False
+    drawing: "Drawing | None" = None
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How batches are made that the model in training draws.
+
+    Attributes:
+        dataset: `(model, config) -> rollouts`, which an engine draws later.
+        num_samples: `(model, config) -> samples` of an epoch.
+        by: `(rollouts, engine, config) -> rollouts` that the engine draws.
+        digests: `config -> digests` of other files that decide the numbers of a run.
+    """
+
+    dataset: Callable[[Model, Config], Rollouts]
+    num_samples: Callable[[Model, Config], int]
+    by: Callable[[Rollouts, ModelEngine, Config], Rollouts]
+    digests: Callable[[Config], Mapping[str, str]]
 
 
 def tokens_spec(*shape: int) -> jax.ShapeDtypeStruct:

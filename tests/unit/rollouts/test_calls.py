@@ -1,0 +1,140 @@
+"""Reward functions: what they are given, and what becomes of those that fail."""
+
+import asyncio
+import logging
+import time
+from threading import get_ident
+
+import numpy as np
+import pytest
+
+from zinf.core.rollouts import Rewards, Samples
+
+SAMPLES = Samples(
+    prompts=["p0", "p0", "p1", "p1"],
+    completions=["a", "bb", "ccc", "dddd"],
+    completion_ids=[[1], [1, 2], [3], [4, 5]],
+    columns={"answer": ["a", "a", "x", "x"]},
+)
+
+
+def rewarded(*functions, **named):
+    return Rewards(functions, **named).start(SAMPLES).result()
+
+
+def length(completions, **_):
+    return [len(x) for x in completions]
+
+
+def test_functions_get_columns_and_are_summed_by_their_weights():
+    def correct(prompts, completions, completion_ids, answer):
+        assert prompts == SAMPLES.prompts and completion_ids == SAMPLES.completion_ids
+        pairs = zip(completions, answer, strict=True)
+        return np.array([float(c == a) for c, a in pairs])
+
+    async def half(completions, **_):
+        await asyncio.sleep(0)
+        return [0.5 if len(c) > 1 else None for c in completions]
+
+    found = rewarded(length, correct, half, weights=[1.0, 10.0, 2.0])
+    assert [*found.values] == ["length", "correct", "half"]
+    # None is no opinion: the other functions count.
+    np.testing.assert_array_equal(found.total, [11.0, 3.0, 4.0, 5.0])
+    assert np.isnan(found.values["half"][0])
+    both = Rewards([lambda completions: [1.0] * 4, lambda completions: [2.0] * 4])
+    assert both.names == ("<lambda>", "<lambda>_2")
+
+
+def test_functions_run_beside_the_caller():
+    threads = []
+
+    def slow(completions, **_):
+        threads.append(get_ident())
+        time.sleep(0.1)
+        return [0.0] * len(completions)
+
+    async def wait(completions, **_):
+        await asyncio.sleep(0.1)
+        return [0.0] * len(completions)
+
+    began = time.perf_counter()
+    call = Rewards([slow, wait, wait]).start(SAMPLES)
+    assert time.perf_counter() - began < 0.1
+    call.result()
+    # Those that wait for others do so together.
+    assert time.perf_counter() - began < 0.3
+    assert get_ident() not in threads
+
+
+def raising(completions, **_):
+    if "bb" in completions:
+        raise ZeroDivisionError("no bb")
+    return length(completions)
+
+
+def hanging(completions, **_):
+    if "bb" in completions:
+        time.sleep(30)
+    return length(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (raising, "it raised ZeroDivisionError: no bb"),
+        (hanging, "it took more than 0.05 seconds"),
+        (lambda completions: [1, float("nan"), 3, 4], "it returned a number that is"),
+    ],
+)
+def test_a_completion_whose_reward_fails_is_left_out_by_name(function, reason, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = rewarded(function, length, timeout=0.05)
+    assert np.isnan(found.total).tolist() == [False, True, False, False]
+    (text,) = caplog.messages
+    assert reason in text and "1 of 4 completions" in text
+    assert "the completion 'bb' of the prompt 'p0'" in text
+
+
+def test_a_completion_without_any_opinion_is_left_out(caplog):
+    found = rewarded(lambda completions: [1, None, 2, 3])
+    assert np.isnan(found.total).tolist() == [False, True, False, False]
+    assert "every reward function returned None" in caplog.text
+
+
+def stuck(completions, **_):
+    time.sleep(30)
+
+
+@pytest.mark.parametrize(
+    ("functions", "error", "text"),
+    [
+        (
+            [lambda completions: [1.0]],
+            ValueError,
+            r"returned 1;.*4 rewards.*prompt 'p0'",
+        ),
+        ([lambda completions: 3], ValueError, "returned a int"),
+        ([lambda completions: ["x"] * 4], ValueError, "'x'.*a reward is a number"),
+        ([lambda completions: [None] * 4], ValueError, "No completion.*'p0'"),
+        ([lambda completions: 1 / 0], ValueError, "No completion"),
+        ([stuck], RuntimeError, "again and again.*prompt 'p1'"),
+    ],
+)
+def test_rewards_that_no_step_can_use_are_refused(functions, error, text):
+    with pytest.raises(error, match=text):
+        rewarded(*functions, timeout=0.02)
+
+
+def test_a_missing_column_is_named_before_anything_runs():
+    def correct(completions, anwser, tolerance=0.1, **_):
+        return [1.0] * len(completions)
+
+    rewards = Rewards([correct])
+    text = r"correct takes 'anwser', and line 1 has no.*Did you mean 'answer'"
+    with pytest.raises(ValueError, match=text):
+        rewards.check([{"answer": 1}], ["line 1"])
+    rewards.check([{"anwser": 1}], ["line 1"])
+    with pytest.raises(ValueError, match="no reward function"):
+        Rewards([])
+    with pytest.raises(ValueError, match="2 numbers.*1 reward"):
+        Rewards([length], [1.0, 2.0])

@@ -1,0 +1,163 @@
+"""The `grpo` section: training from rewards, with TRL's names and defaults."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zinf.core.config.scalar import (
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    Positive,
+    Seconds,
+    Text,
+    Whole,
+)
+from zinf.core.config.section import Section, Violation
+
+Share = Annotated[Number, Field(gt=0, le=1)]
+
+
+def _many(value: object) -> object:
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,) if isinstance(value, str) else value
+
+
+class Grpo(Section):
+    """Draws completions of prompts, and makes those likelier that are rewarded more.
+
+    GRPO (https://arxiv.org/abs/2402.03300) compares each completion with the others of
+    its prompt. A microbatch is TRL's batch of a device.
+    """
+
+    algorithm: Literal["grpo", "rloo"] = "grpo"
+    """grpo, or rloo: REINFORCE whose baseline is the mean of the other completions of
+    the prompt, one ratio a sequence (https://arxiv.org/abs/2402.14740)."""
+
+    rewards: Annotated[tuple[Text, ...], BeforeValidator(_many)] = ()
+    """Reward functions, each as FILE.py:FUNCTION."""
+
+    reward_weights: Annotated[tuple[Number, ...] | None, BeforeValidator(_many)] = None
+    """A factor for each reward function; null: 1 each."""
+
+    reward_timeout: Seconds = 60.0
+    """Seconds that a call of a reward function may take; what takes longer is left
+    out."""
+
+    num_generations: Annotated[Count, Field(ge=2)] = 8
+    """Completions of a prompt, which are a group."""
+
+    max_completion_length: Count = 256
+    """Most tokens of a completion."""
+
+    steps_per_generation: Count | None = None
+    """Microbatches that are made of the completions drawn at once; null: those of a
+    step (gradient_accumulation_steps)."""
+
+    generation_batch_size: Count | None = None
+    """Completions drawn at once, in place of steps_per_generation."""
+
+    num_iterations: Count = 1
+    """How often each completion is trained on (mu of the paper)."""
+
+    shuffle_dataset: Flag = True
+    """Take prompts in another order in each epoch; false: in the order of the file."""
+
+    temperature: Positive = 1.0
+    """Logits are divided by it, in drawing and in the loss."""
+
+    top_p: Share = 1.0
+    """Draw from the likeliest tokens that have this probability together."""
+
+    top_k: Whole = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Draw from tokens with this share of the likeliest one's probability; null:
+    all."""
+
+    repetition_penalty: Positive = 1.0
+    """Of tokens that the text has already; 1: none."""
+
+    beta: NonNegative = 0.0
+    """Factor of the divergence from the reference, which is the model as training
+    begins. 0: there is no reference."""
+
+    epsilon: Positive = 0.2
+    """Ratios of probabilities are clipped below 1 - epsilon."""
+
+    epsilon_high: Positive | None = None
+    """And above 1 + epsilon_high; null: epsilon. With cispo: the largest weight."""
+
+    delta: Positive | None = None
+    """Largest ratio where the advantage is negative too (two-sided clipping); null: no
+    limit."""
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"] = (
+        "dapo"
+    )
+    """How tokens are weighed: grpo, a mean of means of completions; bnpo, dapo, a mean
+    over all tokens of the step; dr_grpo, over max_completion_length. cispo, sapo and
+    luspo have terms of their own."""
+
+    scale_rewards: Literal["group", "batch", "none"] | Flag = "group"
+    """What advantages are divided by: the deviation of rewards in the group, in the
+    batch, or nothing. true is group, false is none."""
+
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
+    """Whether a ratio is of a token or of a completion (GSPO)."""
+
+    mask_truncated_completions: Flag = False
+    """Leave completions out that no end token ended."""
+
+    top_entropy_quantile: Share = 1.0
+    """Train on this share of the tokens, those of the highest entropy."""
+
+    use_bias_correction_kl: Flag = False
+    """Multiply the divergence by the ratio, which makes its gradient unbiased."""
+
+    sapo_temperature_neg: Positive = 1.05
+    """With sapo, of tokens with a negative advantage."""
+
+    sapo_temperature_pos: Positive = 1.0
+    """With sapo, of others."""
+
+    importance_sampling_correction: Flag = True
+    """Correct for the difference between the probabilities that tokens were drawn with
+    and those of the training program."""
+
+    importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "sequence_mask"
+    """By token or by completion; larger corrections are cut (truncate) or their tokens
+    left out (mask)."""
+
+    importance_sampling_cap: Positive = 3.0
+    """The largest correction."""
+
+    sync_ref_model: Flag = False
+    """Move the reference towards the model every ref_model_sync_steps."""
+
+    ref_model_mixup_alpha: Annotated[Number, Field(ge=0, le=1)] = 0.6
+    """Share of the model in the reference that moves."""
+
+    ref_model_sync_steps: Count = 512
+    """Steps between moves of the reference."""
+
+    def violations(self) -> Iterator[Violation]:
+        if self.sync_ref_model:
+            text = "is not supported yet: the reference is the model as training begins"
+            yield ("sync_ref_model",), f"{text}. Set it to false."
+        if None not in (self.steps_per_generation, self.generation_batch_size):
+            text = "says how many completions are drawn at once, and so does"
+            yield (
+                ("generation_batch_size",),
+                f"{text} steps_per_generation. Remove one of them.",
+            )
+        weights, rewards = self.reward_weights, self.rewards
+        if weights is not None and rewards and len(weights) != len(rewards):
+            text = f"has {len(weights)} numbers, and there are {len(rewards)} rewards."
+            yield ("reward_weights",), text

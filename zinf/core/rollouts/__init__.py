@@ -1,0 +1,7 @@
+"""Completions that the model in training draws and rewards judge, as batches."""
+
+from zinf.core.rollouts.calls import Rewards as Rewards
+from zinf.core.rollouts.calls import Samples as Samples
+from zinf.core.rollouts.rollouts import Prompt as Prompt
+from zinf.core.rollouts.rollouts import Rollouts as Rollouts
+from zinf.core.rollouts.rollouts import policy_loss as policy_loss

@@ -1,0 +1,627 @@
+"""Batches of completions that the engine in training draws, and rewards judge.
+
+`Rollouts` is a dataset that asks an engine, as `zinf.data.Taught` is. Each time its
+completions are used up it draws others: prompts in a keyed order, a group of
+completions of each, with the log-probabilities that they were drawn with. Tokens are
+kept as they were drawn and never made of texts again. Rewards are computed in a thread,
+while the engine scores the tokens by the program of training. All that a loss weighs is
+in the batch, so no number depends on microbatches or devices.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from io import BytesIO
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from zinf.core.config.grpo import Grpo
+from zinf.core.engine.engine import Engine
+from zinf.core.rl import (
+    PolicyLoss,
+    difference_metrics,
+    entropy_mask,
+    grpo_advantages,
+    importance_correction,
+    is_truncated,
+    metric_values,
+    reward_metrics,
+    rloo_advantages,
+    token_rows,
+    token_weights,
+    with_kl,
+)
+from zinf.core.rollouts.calls import Rewarded, Rewards, Samples
+from zinf.core.trainer import Hook
+from zinf.data import AbstractForeseen
+from zinf.inference import Scored, Scores
+from zinf.observe import JsonLines
+
+Arrays = dict[str, np.ndarray]
+Score = Callable[[Arrays], np.ndarray]
+IGNORED = -100
+# Draws of completions, apart from all others of the same seed.
+SALT = 0x524C
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of the data.
+
+    Attributes:
+        tokens: int32 (T,).
+        shown: what reward functions get: a text, or a conversation as messages.
+        columns: the other fields of its record, for reward functions.
+        where: the place of the record, for messages.
+    """
+
+    tokens: np.ndarray
+    shown: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "a prompt"
+
+
+def policy_loss(settings: Grpo) -> PolicyLoss:
+    """The loss that a `grpo` section asks for, without the weights of tokens."""
+    is_rloo = settings.algorithm == "rloo"
+    return PolicyLoss(
+        loss_type="grpo" if is_rloo else settings.loss_type,
+        importance_sampling_level=(
+            "sequence_product" if is_rloo else settings.importance_sampling_level
+        ),
+        epsilon=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        delta=settings.delta,
+        # RLOO has the divergence in the reward.
+        beta=0.0 if is_rloo else settings.beta,
+        use_bias_correction_kl=settings.use_bias_correction_kl,
+        sapo_temperature_pos=settings.sapo_temperature_pos,
+        sapo_temperature_neg=settings.sapo_temperature_neg,
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many completions there are at once, of which steps are made.
+
+    Attributes:
+        batch: completions of a step.
+        drawn: completions that are drawn at once.
+        group: completions of a prompt.
+    """
+
+    batch: int
+    drawn: int
+    group: int
+
+    @classmethod
+    def of(cls, settings: Grpo, *, batch: int, num_microbatches: int) -> "Sizes":
+        """The sizes that a section asks for.
+
+        Raises:
+            ValueError: they do not divide each other.
+        """
+        drawn = settings.generation_batch_size
+        if drawn is None:
+            count = settings.steps_per_generation or num_microbatches
+            drawn = batch // num_microbatches * count
+        group, how = settings.num_generations, "grpo.generation_batch_size"
+        if settings.generation_batch_size is None:
+            how = "train_batch_size times grpo.steps_per_generation"
+        if drawn % batch:
+            raise ValueError(
+                f"{drawn} completions are drawn at once, which is no multiple of the "
+                f"{batch} of a step. Set grpo.steps_per_generation to a multiple of "
+                f"the microbatches of a step, {num_microbatches}."
+            )
+        if drawn % group:
+            raise ValueError(
+                f"{drawn} completions are drawn at once ({how}), which are no groups "
+                f"of {group} (grpo.num_generations). Use a multiple of {group}."
+            )
+        return cls(batch, drawn, group)
+
+    @property
+    def num_prompts(self) -> int:
+        return self.drawn // self.group
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that use each drawn completion once."""
+        return self.drawn // self.batch
+
+
+class Rollouts(grain.IterDataset):
+    """Batches for a loss of `policy_loss`, without an end.
+
+    Args:
+        prompts: those of an epoch.
+        rewards: what judges completions.
+        settings: how completions are drawn and weighed.
+        length: tokens of a row, of a prompt with its completion.
+        batch_size: completions of a step; a multiple of `num_microbatches`.
+        num_microbatches: of a step; the engine scores a batch in as many.
+        decode: from tokens to the text that reward functions get.
+        eos_token_ids: tokens that end a completion.
+        padding: the token of rows after the completion.
+        seed: of the order of prompts and of what is drawn.
+        texts: a file for completions and their rewards, as JSON lines; None: none.
+        tokens_name: the leaf of the batch that has tokens, (rows, tokens): "input_ids",
+            as models of `transformers` take them, or "tokens" of zinf's own.
+
+    Raises:
+        ValueError: a prompt has no room for its completion, a column is missing that a
+            reward function takes, or sizes do not divide each other.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        rewards: Rewards,
+        settings: Grpo,
+        *,
+        length: int,
+        batch_size: int,
+        decode: Callable[[list[int]], str],
+        num_microbatches: int = 1,
+        eos_token_ids: Sequence[int] = (),
+        padding: int = 0,
+        seed: int = 0,
+        texts: Path | None = None,
+        tokens_name: str = "input_ids",
+    ) -> None:
+        super().__init__()
+        if not prompts:
+            raise ValueError("There is no prompt. Give at least one record.")
+        self.prompts, self.rewards, self.settings = prompts, rewards, settings
+        self.length, self.num_microbatches = length, num_microbatches
+        self.sizes = Sizes.of(
+            settings, batch=batch_size, num_microbatches=num_microbatches
+        )
+        self.decode, self.eos_token_ids = decode, tuple(eos_token_ids)
+        self.padding, self.tokens_name = padding, tokens_name
+        self.draw_seed = seed
+        for prompt in prompts:
+            check_room(prompt, settings.max_completion_length, length)
+        rewards.check([p.columns for p in prompts], [p.where for p in prompts])
+        self._engine: Engine | None = None
+        self._reference: Score | None = None
+        self.told = _Told(texts)
+
+    def of(self, engine: Engine, reference: Score | None = None) -> "Rollouts":
+        """These rollouts, drawn by an engine from now on.
+
+        Args:
+            reference: from a batch to log-probabilities of its tokens by the
+                reference, float32 (rows, tokens - 1). Needed if `beta` is above 0.
+
+        Raises:
+            ValueError: there is a `beta` and no reference.
+        """
+        if self.settings.beta and reference is None:
+            raise ValueError(
+                f"grpo.beta is {self.settings.beta}, and there is no reference to "
+                "diverge from. Give reference=, or set grpo.beta to 0."
+            )
+        self._engine, self._reference = engine, reference
+        return self
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "call `of` with an engine first"
+        return self._engine
+
+    @property
+    def hook(self) -> Hook:
+        """For `zinf.Trainer`: adds metrics of rewards and texts to those of a step."""
+        return Hook(self.told.after_step)
+
+    def brief(self) -> str:
+        """How much is drawn, in a line."""
+        sizes, group = self.sizes, self.sizes.group
+        return (
+            f"{len(self.prompts):,} prompts; {sizes.drawn} completions are drawn at "
+            f"once, {group} of each of {sizes.num_prompts} prompts, for "
+            f"{sizes.num_steps * self.settings.num_iterations} steps"
+        )
+
+    def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the batch of a step."""
+        rows, names = self.sizes.batch, batch_names(self.settings, self.sizes)
+        return batch_spec(names, rows, self.length, self.tokens_name)
+
+    def __iter__(self) -> "RolloutsIterator":
+        return RolloutsIterator(self)
+
+
+def check_room(prompt: Prompt, max_completion_length: int, length: int) -> None:
+    """Refuse a prompt that has no room for a completion.
+
+    Raises:
+        ValueError: see above.
+    """
+    count = len(prompt.tokens)
+    if count + max_completion_length > length:
+        raise ValueError(
+            f"{prompt.where}: the prompt has {count:,} tokens, and with "
+            f"grpo.max_completion_length = {max_completion_length:,} they are more "
+            f"than the {length:,} of a row (data.sequence_length, or what the model "
+            "was made for). Shorten the prompt, lower max_completion_length, or raise "
+            "data.sequence_length."
+        )
+
+
+def scores_by_trainer(settings: Grpo, sizes: Sizes) -> bool:
+    """Whether tokens are scored by the program of training before the first step."""
+    is_used_again = sizes.num_steps * settings.num_iterations > 1
+    in_reward = settings.algorithm == "rloo" and settings.beta > 0
+    return is_used_again or in_reward or settings.importance_sampling_correction
+
+
+def batch_names(settings: Grpo, sizes: Sizes) -> tuple[str, ...]:
+    """The leaves (rows, tokens - 1) of a batch, beside tokens and labels."""
+    policy = policy_loss(settings)
+    corrects = settings.importance_sampling_correction
+    drops = settings.top_entropy_quantile < 1
+    return (
+        "weights",
+        "advantages",
+        *("old_logps",) * (sizes.num_steps * settings.num_iterations > 1),
+        *("ref_logps",) * (policy.beta > 0),
+        *("policy_weights",) * (corrects or drops),
+    )
+
+
+def batch_spec(
+    names: Sequence[str], rows: int, length: int, tokens_name: str = "input_ids"
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a batch; `names` are those of `batch_names`."""
+    tokens = jax.ShapeDtypeStruct((rows, length), np.int32)
+    found = dict.fromkeys(names, jax.ShapeDtypeStruct((rows, length - 1), np.float32))
+    found["denominators"] = jax.ShapeDtypeStruct((rows,), np.float32)
+    own = {tokens_name: tokens}
+    if tokens_name == "input_ids":
+        own["labels"] = tokens
+    return own | found
+
+
+class RolloutsIterator(AbstractForeseen):
+    """Iterates over `Rollouts`.
+
+    Its state is the number of times that completions were drawn, and the batches of the
+    last ones while some are to be used, which the engine could not draw again.
+    """
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        super().__init__()
+        self._rollouts = rollouts
+        self._num_drawn = self._num_used = 0
+        self._arrays: Arrays = {}
+
+    @property
+    def _num_uses(self) -> int:
+        own = self._rollouts
+        return own.sizes.num_steps * own.settings.num_iterations
+
+    def __next__(self) -> Arrays:
+        own = self._rollouts
+        told = own.told
+        if not self._arrays or self._num_used == self._num_uses:
+            drawn = _drawn(own, self._num_drawn)
+            self._arrays, self._num_used = drawn.arrays, 0
+            self._num_drawn += 1
+            told.of_rollout(drawn.metrics, drawn.lines)
+        rows = own.sizes.batch
+        start = self._num_used % own.sizes.num_steps * rows
+        self._num_used += 1
+        return {n: x[start : start + rows] for n, x in self._arrays.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as JSON that may contain bytes."""
+        state: dict[str, Any] = {"num_drawn": self._num_drawn}
+        if self._arrays and self._num_used < self._num_uses:
+            packed = BytesIO()
+            np.savez_compressed(packed, allow_pickle=False, **self._arrays)
+            state |= {"num_used": self._num_used, "arrays": packed.getvalue()}
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue at a position that `get_state` returned."""
+        self._num_drawn = state["num_drawn"]
+        self._num_used, self._arrays = state.get("num_used", 0), {}
+        if "arrays" in state:
+            with np.load(BytesIO(state["arrays"]), allow_pickle=False) as packed:
+                self._arrays = {name: packed[name] for name in packed.files}
+
+    def first(self) -> Any:
+        """Shapes of the first batch, for which nothing is drawn."""
+        return self._rollouts.spec()
+
+    def whole(self) -> Any:
+        return self._rollouts.spec()
+
+    def coming(self, num_steps: int) -> list[Any]:
+        return []
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Completions drawn at once: arrays of N rows, metrics, and a line of JSON each."""
+
+    arrays: Arrays
+    metrics: dict[str, float]
+    lines: list[dict[str, Any]]
+
+
+def prompt_numbers(
+    count: int, sizes: Sizes, *, time: int, seed: int | None
+) -> list[int]:
+    """The numbers of the prompts that are drawn from at a time, from 0.
+
+    Epochs follow each other without a gap, each in an order of its own.
+
+    Args:
+        seed: of the orders; None: prompts are taken as they stand.
+    """
+    places = range(time * sizes.num_prompts, (time + 1) * sizes.num_prompts)
+    numbered = (divmod(place, count) for place in places)
+    if seed is None:
+        return [number for _, number in numbered]
+    return [int(_order(count, seed, epoch)[number]) for epoch, number in numbered]
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+def _drawn(own: Rollouts, time: int) -> _Drawn:
+    settings, sizes, began = own.settings, own.sizes, perf_counter()
+    seed = own.draw_seed if settings.shuffle_dataset else None
+    numbers = prompt_numbers(len(own.prompts), sizes, time=time, seed=seed)
+    prompts = [own.prompts[n] for n in numbers for _ in range(sizes.group)]
+    written = _written(own, prompts, time)
+    generated = perf_counter()
+    ids = [one.tokens for one in written]
+    texts = [own.decode(tokens) for tokens in ids]
+    samples = _samples(prompts, texts, ids)
+    call = own.rewards.start(samples)
+
+    is_cut = is_truncated(ids, own.eos_token_ids)
+    tokens, is_drawn = token_rows(
+        [p.tokens.tolist() for p in prompts], ids, own.length, padding=own.padding
+    )
+    arrays: Arrays = {own.tokens_name: tokens}
+    if own.tokens_name == "input_ids":
+        shifted = np.pad(is_drawn, ((0, 0), (1, 0)))
+        arrays["labels"] = np.where(shifted != 0, tokens, IGNORED).astype(np.int32)
+    drawn_logps = _placed([one.log_probabilities for one in written], is_drawn)
+    logps, reference = drawn_logps, None
+    if scores_by_trainer(settings, sizes):
+        logps = _in_steps(own, _scores(own), arrays)
+    if own._reference is not None and settings.beta:
+        reference = _in_steps(own, own._reference, arrays)
+    rewarded: Rewarded = call.result()
+
+    mask = is_drawn * ~np.isnan(rewarded.total)[:, None]
+    if settings.mask_truncated_completions:
+        mask = mask * ~is_cut[:, None]
+    advantages = _advantages(settings, rewarded.total, logps, reference, is_drawn)
+    weights, denominators = token_weights(
+        mask,
+        "grpo" if settings.algorithm == "rloo" else settings.loss_type,
+        max_completion_length=settings.max_completion_length,
+    )
+    entropies = _placed([one.entropies for one in written], is_drawn)
+    made = {
+        "weights": weights,
+        "denominators": denominators,
+        "advantages": advantages[:, None] * mask,
+        "old_logps": logps,
+        "policy_weights": _factors(settings, logps, drawn_logps, entropies, mask),
+    }
+    if reference is not None:
+        made["ref_logps"] = reference
+    names = (*batch_names(settings, sizes), "denominators")
+    arrays |= {name: made[name].astype(np.float32) for name in names}
+    metrics = reward_metrics(rewarded.values, rewarded.total, sizes.group)
+    if scores_by_trainer(settings, sizes):
+        metrics |= difference_metrics(logps, drawn_logps, is_drawn)
+    metrics["entropy"] = float(entropies.sum() / max(1, is_drawn.sum()))
+    if sizes.num_steps > 1:
+        order = np.random.default_rng([own.draw_seed, SALT, time]).permutation(
+            sizes.drawn
+        )
+        arrays = {name: x[order] for name, x in arrays.items()}
+    metrics["generation_seconds"] = generated - began
+    metrics["rollout_seconds"] = perf_counter() - began
+    metrics |= _length_metrics(np.array([len(t) for t in ids]), is_cut)
+    lines = _lines(samples, rewarded, advantages, is_cut)
+    return _Drawn(arrays, metrics, lines)
+
+
+def _written(own: Rollouts, prompts: Sequence[Prompt], time: int) -> list[Scored]:
+    """A completion of each prompt, with a key of its own."""
+    settings = own.settings
+    base = jax.random.fold_in(jax.random.key(own.draw_seed), SALT)
+    key = jax.random.fold_in(base, time)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(prompts)))
+    return own.engine.generate(
+        [p.tokens for p in prompts],
+        max_new_tokens=settings.max_completion_length,
+        key=keys,
+        scores=Scores(),
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p or 0.0,
+        repetition_penalty=settings.repetition_penalty,
+        eos_token_ids=own.eos_token_ids,
+    )
+
+
+def _scores(own: Rollouts) -> Score:
+    """Log-probabilities by the program of training, with its temperature."""
+
+    def scores(batch: Arrays) -> np.ndarray:
+        return own.engine.log_probabilities(
+            batch,
+            temperature=own.settings.temperature,
+            num_microbatches=own.num_microbatches,
+        )
+
+    return scores
+
+
+def _in_steps(own: Rollouts, score: Score, arrays: Arrays) -> np.ndarray:
+    """What a score gives for all rows, in batches of the size of a step."""
+    rows = own.sizes.batch
+    parts = (
+        {name: x[start : start + rows] for name, x in arrays.items()}
+        for start in range(0, own.sizes.drawn, rows)
+    )
+    return np.concatenate([np.asarray(score(part), np.float32) for part in parts])
+
+
+def _placed(values: Sequence[np.ndarray], is_drawn: np.ndarray) -> np.ndarray:
+    """Values of the drawn tokens of each row, in their places, float32."""
+    found = np.zeros(is_drawn.shape, np.float32)
+    found[is_drawn != 0] = np.concatenate(values)
+    return found
+
+
+def _advantages(
+    settings: Grpo,
+    rewards: np.ndarray,
+    logps: np.ndarray,
+    reference: np.ndarray | None,
+    is_drawn: np.ndarray,
+) -> np.ndarray:
+    """Of each completion, float64 (N,)."""
+    if settings.algorithm == "grpo":
+        return grpo_advantages(
+            rewards, settings.num_generations, settings.scale_rewards
+        )
+    if reference is not None:
+        rewards = with_kl(rewards, logps, reference, is_drawn, settings.beta)
+    return rloo_advantages(rewards, settings.num_generations)
+
+
+def _factors(
+    settings: Grpo,
+    logps: np.ndarray,
+    drawn_logps: np.ndarray,
+    entropies: np.ndarray,
+    mask: np.ndarray,
+) -> np.ndarray:
+    """What the policy's term of each token is multiplied by, (N, tokens - 1)."""
+    found = np.ones(mask.shape)
+    if settings.importance_sampling_correction:
+        found = importance_correction(
+            logps,
+            drawn_logps,
+            mask,
+            settings.importance_sampling_mode,
+            cap=settings.importance_sampling_cap,
+        )
+    if settings.top_entropy_quantile < 1:
+        found = found * entropy_mask(entropies, mask, settings.top_entropy_quantile)
+    return found
+
+
+def _samples(
+    prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[list[int]]
+) -> Samples:
+    """Completions as reward functions get them, in the form of their prompts."""
+    names = dict.fromkeys(name for p in prompts for name in p.columns)
+    columns = {name: [p.columns.get(name) for p in prompts] for name in names}
+    completions = [
+        text
+        if isinstance(prompt.shown, str)
+        else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return Samples([p.shown for p in prompts], completions, ids, columns)
+
+
+def _length_metrics(lengths: np.ndarray, is_cut: np.ndarray) -> dict[str, float]:
+    found = {
+        f"completions/{name}_length": float(pick(lengths))
+        for name, pick in (("mean", np.mean), ("min", np.min), ("max", np.max))
+    }
+    found["completions/clipped_ratio"] = float(is_cut.mean())
+    ended = lengths[~is_cut]
+    if len(ended):
+        found["completions/mean_terminated_length"] = float(ended.mean())
+    return found
+
+
+def _lines(
+    samples: Samples, rewarded: Rewarded, advantages: np.ndarray, is_cut: np.ndarray
+) -> list[dict[str, Any]]:
+    def number(value: float) -> float | None:
+        return None if np.isnan(value) else float(value)
+
+    return [
+        {
+            "prompt": samples.prompts[i],
+            "completion": samples.completions[i],
+            "num_tokens": len(samples.completion_ids[i]),
+            "is_truncated": bool(is_cut[i]),
+            "rewards": {n: number(x[i]) for n, x in rewarded.values.items()},
+            "reward": number(rewarded.total[i]),
+            "advantage": float(advantages[i]),
+        }
+        for i in range(len(samples))
+    ]
+
+
+class _Told:
+    """What is told of the completions that a step trains on.
+
+    Args:
+        path: of the file of texts. If it cannot be written, a warning says so.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._metrics: dict[str, float] = {}
+        self._lines: list[dict[str, Any]] = []
+        self._is_begun = False
+
+    def of_rollout(
+        self, metrics: dict[str, float], lines: list[dict[str, Any]]
+    ) -> None:
+        self._metrics, self._lines = metrics, lines
+
+    def after_step(self, metrics: dict[str, Any]) -> None:
+        """Adds to the metrics of a step; those of rollouts are of the step after."""
+        step = metrics["step"]
+        metrics |= metric_values(metrics.pop("aux", {}))
+        metrics |= self._metrics
+        self._metrics = {}
+        lines = [json.dumps({"step": step} | line) for line in self._lines]
+        self._lines = []
+        if self._path is None:
+            return
+        try:
+            if not self._is_begun:
+                # Lines of steps that this run repeats are moved away.
+                JsonLines(self._path, after_step=step - 1).close()
+                self._is_begun = True
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:
+            logger.warning(
+                f"Completions are no longer written to {self._path}: {error}. "
+                "Training goes on."
+            )
+            self._path = None

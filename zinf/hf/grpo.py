@@ -1,0 +1,307 @@
+"""`zinf.hf.GRPOTrainer`: from rewards, with the names and defaults of TRL's trainer."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any, Self
+
+from zinf.checkpoint import Checkpoints
+from zinf.core.config import Config
+from zinf.core.config.adapter import Adapter
+from zinf.core.config.grpo import Grpo
+from zinf.core.config.load import override, raw_config
+from zinf.core.config.nearest import did_you_mean
+from zinf.core.engine.initialize import ConfigSource
+from zinf.core.machine.devices import on_devices
+from zinf.core.optim.transforms.factory import build_schedule
+from zinf.core.rollouts.functions import load_functions
+from zinf.core.trainer import Trainer
+from zinf.data.configured import batch_size
+from zinf.hf.engine import ModelEngine
+from zinf.hf.export import export, export_adapter
+from zinf.hf.model import Model
+from zinf.hf.objectives.grpo import drawn_by, longest, read_prompts, rollouts_of
+from zinf.hf.records import records
+from zinf.hf.task import Task
+
+METRICS = "metrics.jsonl"
+# Arguments of TRL's GRPOConfig that are not of its method: keys of the config, and what
+# TRL has by default.
+TRAINING: dict[str, tuple[str, Any]] = {
+    "output_dir": ("run.output", "trainer_output"),
+    "learning_rate": ("optimizer.params.lr", 1e-6),
+    "weight_decay": ("optimizer.params.weight_decay", 0.0),
+    "adam_epsilon": ("optimizer.params.eps", 1e-8),
+    "per_device_train_batch_size": ("train_micro_batch_size_per_gpu", 8),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
+    "max_grad_norm": ("gradient_clipping", 1.0),
+    "bf16": ("bf16.enabled", True),
+    "seed": ("run.seed", 42),
+    "save_steps": ("run.checkpoint_every", 500),
+    "save_total_limit": ("run.keep_checkpoints", None),
+    "logging_steps": ("run.log_every", 10),
+}
+COUNTS = {"num_train_epochs": 3.0, "max_steps": -1}
+SCHEDULE = {"lr_scheduler_type": "linear", "warmup_steps": 0, "warmup_ratio": 0.0}
+BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+SIZES = ("train_batch_size", *(TRAINING[name][0] for name in (
+    "per_device_train_batch_size", "gradient_accumulation_steps")))  # fmt: skip
+# TRL's names of the correction for another sampler; zinf has its own sampler.
+OF_VLLM = "vllm_"
+# What zinf does in its own way whatever is asked.
+OTHERWISE = frozenset(
+    {
+        *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization"),
+        *("vllm_tensor_parallel_size", "vllm_max_model_length"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs", "report_to"),
+        *("remove_unused_columns", "log_completions", "num_completions_to_print"),
+        *("logging_first_step", "logging_strategy", "save_strategy", "run_name"),
+        *(
+            "dataloader_num_workers",
+            "ds3_gather_for_generation",
+            "cast_lm_head_to_fp32",
+        ),
+        *("use_liger_kernel", "use_liger_loss", "disable_dropout"),
+    }
+)
+
+
+@dataclass(frozen=True, init=False)
+class GRPOConfig:
+    """What TRL's `GRPOConfig` says: the `grpo` section, and arguments of training.
+
+    Attributes:
+        section: keys of `zinf.core.config.grpo.Grpo` that were given.
+        training: arguments in `TRAINING` and beside it that were given.
+    """
+
+    section: Mapping[str, Any]
+    training: Mapping[str, Any]
+
+    def __init__(self, **given: Any) -> None:
+        """Takes the arguments of TRL's `GRPOConfig` by name.
+
+        Raises:
+            ValueError: an argument is unknown, or of what zinf does not do.
+        """
+        section: dict[str, Any] = {}
+        training: dict[str, Any] = {}
+        known = {*TRAINING, *COUNTS, *SCHEDULE, *BETAS}
+        for name, value in given.items():
+            own = name.removeprefix(OF_VLLM)
+            if own in Grpo.model_fields:
+                section[own] = value
+            elif name in known:
+                training[name] = value
+            elif name not in OTHERWISE:
+                names = {*Grpo.model_fields, *known}
+                raise ValueError(
+                    f"GRPOConfig has no {name!r}.{did_you_mean(name, names)} It has "
+                    f"{', '.join(sorted(names))}. Other settings are keys of config=."
+                )
+        object.__setattr__(self, "section", section)
+        object.__setattr__(self, "training", training)
+
+    def raw(self, config: ConfigSource) -> dict[str, Any]:
+        """The keys and values of a config, with TRL's defaults where it says nothing.
+
+        Raises:
+            ValueError: an argument has a value that zinf does not know.
+        """
+        if isinstance(config, Config):
+            raise ValueError(
+                "GRPOTrainer reads config= as a mapping or a file, to which it adds "
+                "what args= says. Give what the Config was made of."
+            )
+        raw = raw_config(config)
+        given = self.training
+        sizes = {key for key, _ in TRAINING.values() if key in SIZES}
+        has_sizes = any(key in raw for key in SIZES)
+        for name, (key, usual) in TRAINING.items():
+            if name in given:
+                _put(raw, key, given[name])
+            elif usual is not None and not (key in sizes and has_sizes):
+                _put(raw, key, usual, only_absent=True)
+        optimizer = raw["optimizer"]
+        optimizer.setdefault("type", "AdamW")
+        betas = [given.get(name, usual) for name, usual in BETAS.items()]
+        _put(raw, "optimizer.params.betas", betas, only_absent=not {*BETAS} & {*given})
+        if "scheduler" not in raw or {*SCHEDULE} & {*given}:
+            raw["scheduler"] = _schedule({**SCHEDULE, **given})
+        if "seed" in given or "seed" not in raw.get("data", {}):
+            _put(raw, "data.seed", raw["run"]["seed"])
+        raw["grpo"] = {**(raw.get("grpo") or {}), **self.section}
+        _put(raw, "data.objective", "grpo")
+        return raw
+
+    def num_steps(self, samples_of_epoch: int, batch: int) -> int:
+        """Steps of the run, by `max_steps` or `num_train_epochs`."""
+        counts = {**COUNTS, **self.training}
+        steps, epochs = int(counts["max_steps"]), float(counts["num_train_epochs"])
+        return steps if steps > 0 else max(1, ceil(epochs * samples_of_epoch / batch))
+
+
+def _put(
+    raw: dict[str, Any], key: str, value: Any, *, only_absent: bool = False
+) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+    if not (only_absent and name in raw):
+        raw[name] = str(value) if isinstance(value, Path) else value
+
+
+def _schedule(asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    name = str(getattr(asked["lr_scheduler_type"], "value", asked["lr_scheduler_type"]))
+    if name == "constant":
+        return None
+    known = ("linear", "cosine", "constant_with_warmup")
+    if name not in known:
+        raise ValueError(
+            f"lr_scheduler_type is {name!r}; it must be constant, {', '.join(known)}. "
+            "Others are set by config={'scheduler': ...}."
+        )
+    params: dict[str, Any] = {"warmup_num_steps": asked["warmup_steps"]}
+    if not asked["warmup_steps"] and asked["warmup_ratio"]:
+        params = {"warmup_ratio": asked["warmup_ratio"]}
+    if name != "constant_with_warmup":
+        params["total_num_steps"] = "auto"
+    return {"type": name, "params": params}
+
+
+class GRPOTrainer:
+    """Trains a model of `transformers` from rewards; see TRL's class of this name.
+
+    A context manager; `close` frees the engine.
+
+    Args:
+        model: a folder, a name on the hub, or what `zinf.hf.load` returned.
+        reward_funcs: a function or several, with TRL's arguments `(prompts,
+            completions, completion_ids, **columns)`, also `async`; or their names, such
+            as "rewards.py:correct".
+        args: as TRL's.
+        train_dataset: records with `prompt` (a text or messages) and columns for the
+            reward functions; or files of those.
+        config: placement and all else: keys of a zinf config, or a file of them.
+        peft_config: an adapter, as PEFT's `LoraConfig` describes it; also
+            `config={"adapter": ...}`.
+
+    Attributes:
+        engine: the engine, which also generates and scores.
+        rollouts: what draws the batches.
+
+    Raises:
+        ValueError, NotImplementedError: by name, what is asked and does not go
+            together; before weights are read.
+    """
+
+    engine: ModelEngine
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        reward_funcs: Callable | str | Sequence[Callable | str],
+        args: GRPOConfig | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
+        config: ConfigSource = None,
+        *,
+        peft_config: Any = None,
+    ) -> None:
+        args = GRPOConfig() if args is None else args
+        raw = args.raw(config)
+        name = model.name if isinstance(model, Model) else str(model)
+        _put(raw, "model.huggingface", name)
+        if peft_config is not None:
+            raw["adapter"] = adapter_section(peft_config)
+        _put(raw, "run.steps", 1, only_absent=True)
+        loaded, mesh = on_devices(raw)
+        task = Task(loaded)
+        prompts = read_prompts(task.model, _records(train_dataset))
+        if loaded.data.sequence_length is None:
+            length = longest(prompts, loaded)
+            most = task.model.max_length
+            length = length if most is None else min(length, most)
+            raw = override(raw, [f"data.sequence_length={length}"])
+        per_epoch = len(prompts) * loaded.grpo.num_generations
+        per_epoch *= loaded.grpo.num_iterations
+        steps = args.num_steps(per_epoch, batch_size(loaded))
+        raw = override(raw, [f"run.steps={steps}"])
+        self.config, _ = on_devices(raw, mesh)
+        self.task = Task(self.config)
+        functions = _functions(reward_funcs, self.config)
+        rollouts = rollouts_of(
+            self.task.model, self.config, prompts, functions, length=self.task.length
+        )
+        self.engine = self.task.engine(mesh)
+        self.rollouts = drawn_by(rollouts, self.engine, self.config)
+
+    def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
+        """Train, and return the metrics of the last step.
+
+        Metrics, completions and checkpoints are in `output_dir`.
+
+        Args:
+            resume_from_checkpoint: go on from the newest checkpoint.
+        """
+        run = self.config.run
+        folder = run.output / "checkpoints"
+        with Checkpoints(folder, keep=run.keep_checkpoints) as checkpoints:
+            return Trainer(
+                self.engine,
+                self.rollouts,
+                steps=run.steps,
+                checkpoints=checkpoints,
+                checkpoint_every=run.checkpoint_every,
+                metrics=run.metrics or run.output / METRICS,
+                log_every=run.log_every,
+                learning_rate=build_schedule(self.config),
+                describe=self.task.describe,
+                hooks=[self.rollouts.hook],
+                resume=resume_from_checkpoint,
+            ).run()
+
+    def save_model(self, output_dir: str | Path) -> None:
+        """Write the trained model, or with adapters these alone, as TRL does."""
+        if self.engine.adapted is not None:
+            export_adapter(self.engine, output_dir)
+            return
+        dtype = self.task.model.stored_dtype or self.config.compute_dtype
+        export(self.engine, output_dir, dtype=dtype)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def adapter_section(peft_config: Any) -> dict[str, Any]:
+    """The `adapter` section of what a `LoraConfig` of PEFT says, or a mapping."""
+    values = peft_config if isinstance(peft_config, Mapping) else vars(peft_config)
+    found: dict[str, Any] = {}
+    for name in Adapter.model_fields:
+        value = values.get(name)
+        if value is None or value == []:
+            continue
+        found[name] = sorted(value) if isinstance(value, set) else value
+    return found
+
+
+def _functions(asked: Any, config: Config) -> tuple[Callable, ...]:
+    given = [asked] if callable(asked) or isinstance(asked, str) else list(asked)
+    folders = config.folders_of_modules()
+    return tuple(
+        load_functions([x], folders)[0] if isinstance(x, str) else x for x in given
+    )
+
+
+def _records(dataset: Any) -> Iterable[tuple[Any, str]]:
+    if dataset is None:
+        raise ValueError("There is no train_dataset. Give records with prompts.")
+    if isinstance(dataset, str | Path):
+        return records(Path(dataset))
+    return ((x, f"train_dataset, record {n}") for n, x in enumerate(dataset, 1))
