@@ -56,10 +56,11 @@ class Drawing:
 
     asked: list = field(default_factory=list)
 
-    def generate(self, prompts, *, key, max_new_tokens, **asked):
+    def sample(self, prompts, *, num_samples, key, max_new_tokens, **asked):
         self.asked.append(asked)
         found = []
-        for words in np.asarray(jax.random.key_data(key)):
+        for number in range(len(prompts) * num_samples):
+            words = np.asarray(jax.random.key_data(jax.random.fold_in(key, number)))
             rng = np.random.default_rng(words)
             tokens = rng.integers(1, 27, rng.integers(1, max_new_tokens + 1)).tolist()
             if len(tokens) < max_new_tokens:
@@ -67,7 +68,7 @@ class Drawing:
             values = rng.uniform(-3, 0, len(tokens)).astype(np.float32)
             none = np.zeros((len(tokens), 0))
             found.append(Scored(tokens, values, -values, none, none))
-        return found
+        return np.array(found, object).reshape(-1, num_samples).tolist()
 
     def log_probabilities(self, batch, *, temperature, num_microbatches):
         self.asked.append({"scored at": temperature, "in": num_microbatches})

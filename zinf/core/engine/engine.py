@@ -366,6 +366,40 @@ class Engine:
                 return [text.scored() for text in texts]
             return [text.tokens for text in texts]
 
+    def sample(
+        self,
+        prompts: Sequence[Any],
+        *,
+        num_samples: int = 1,
+        max_new_tokens: int,
+        key: jax.Array,
+        temperature: float = 1.0,
+        **how: Any,
+    ) -> list[list[Scored]]:
+        """Several completions of each prompt, with log-probabilities of their tokens.
+
+        Those of a prompt read it once, if generation runs on the device. The call has
+        the name that Tinker and SkyRL give it.
+
+        Args:
+            num_samples: completions of a prompt.
+            key: a random key, of which completion j of prompt i gets its own, number
+                `i * num_samples + j`.
+            how: as for `generate`, which also says what is raised.
+        """
+        repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+        scored = self.generate(
+            repeated,
+            max_new_tokens=max_new_tokens,
+            key=key,
+            temperature=temperature,
+            **{"scores": Scores(), **how},
+        )
+        return [
+            scored[first : first + num_samples]
+            for first in range(0, len(scored), num_samples)
+        ]
+
     def log_probabilities(
         self, batch: Any, *, temperature: float = 1.0, num_microbatches: int = 1
     ) -> np.ndarray:
@@ -473,6 +507,10 @@ class Engine:
             meet = partial(self.planner.group.barrier, timeout=None)
             residents, scalars = self._current_residents(), self._all_scalars()
             write_arrays(directory, residents, scalars, barrier=meet)
+
+    def save_state(self, directory: str | PathLike | Place) -> None:
+        """`save`, by the name that Tinker and SkyRL give it."""
+        self.save(directory)
 
     def restore(
         self, directory: str | PathLike | Place, *, verify: bool = True

@@ -41,7 +41,7 @@ from zinf.core.rl import (
 from zinf.core.rollouts.calls import Rewarded, Rewards, Samples
 from zinf.core.trainer import Hook
 from zinf.data import AbstractForeseen
-from zinf.inference import Scored, Scores
+from zinf.inference import Scored
 from zinf.observe import JsonLines
 
 Arrays = dict[str, np.ndarray]
@@ -387,8 +387,8 @@ def _drawn(own: Rollouts, time: int) -> _Drawn:
     settings, sizes, began = own.settings, own.sizes, perf_counter()
     seed = own.draw_seed if settings.shuffle_dataset else None
     numbers = prompt_numbers(len(own.prompts), sizes, time=time, seed=seed)
+    written = _written(own, [own.prompts[n] for n in numbers], time)
     prompts = [own.prompts[n] for n in numbers for _ in range(sizes.group)]
-    written = _written(own, prompts, time)
     generated = perf_counter()
     ids = [one.tokens for one in written]
     texts = [own.decode(tokens) for tokens in ids]
@@ -449,16 +449,14 @@ def _drawn(own: Rollouts, time: int) -> _Drawn:
 
 
 def _written(own: Rollouts, prompts: Sequence[Prompt], time: int) -> list[Scored]:
-    """A completion of each prompt, with a key of its own."""
+    """The completions of prompts, those of a prompt together."""
     settings = own.settings
     base = jax.random.fold_in(jax.random.key(own.draw_seed), SALT)
-    key = jax.random.fold_in(base, time)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(prompts)))
-    return own.engine.generate(
+    groups = own.engine.sample(
         [p.tokens for p in prompts],
+        num_samples=settings.num_generations,
         max_new_tokens=settings.max_completion_length,
-        key=keys,
-        scores=Scores(),
+        key=jax.random.fold_in(base, time),
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
@@ -466,6 +464,7 @@ def _written(own: Rollouts, prompts: Sequence[Prompt], time: int) -> list[Scored
         repetition_penalty=settings.repetition_penalty,
         eos_token_ids=own.eos_token_ids,
     )
+    return [one for group in groups for one in group]
 
 
 def _scores(own: Rollouts) -> Score:
