@@ -25,9 +25,9 @@ from zinf.cli.places import place_of_checkpoints
 from zinf.core.config import Config, grouping
 from zinf.core.engine.initialize import make_planner
 from zinf.core.interchange import find
+from zinf.core.machine.beside import in_own_folders, within
 from zinf.core.machine.devices import group_devices, on_devices
 from zinf.core.machine.resources import Resources
-from zinf.core.memory.nvme.root import INNER
 from zinf.core.plan import InfeasibleError, Shortage, show_bytes
 from zinf.core.program import Tier
 from zinf.core.segment import user_function
@@ -90,7 +90,7 @@ class Teacher:
         if short:
             raise InfeasibleError(short, self.budgets)
         left = {t: max(n - self.held_bytes[t], 1) for t, n in self.budgets.items()}
-        return _within(self.student, left)
+        return within(self.student, left)
 
     @contextmanager
     def named_in_errors(self) -> Generator[None, None, None]:
@@ -172,7 +172,7 @@ def plan_teacher(
     budgets = Resources(student, mesh, Alone(), machine).capacity
     own = Resources(config, on, Alone(), machine).capacity
     most = {t: min(own[t], budgets[t]) for t in (Tier.DEVICE, Tier.HOST)}
-    config = _in_own_folders(_within(config, own | most))
+    config = in_own_folders(within(config, own | most))
     shape = replace(gpt_config(config), dropout=0.0, random_ltd_layers=())
     init, loss = models.init_and_loss(shape, seed=config.run.seed)
     count = student.num_microbatches
@@ -222,18 +222,3 @@ def _check(teacher: Config, student: Config) -> None:
             f"data.sequence_length of this config {student.sequence_length:,}. Lower "
             "data.sequence_length, or train a teacher of longer sequences."
         )
-
-
-def _in_own_folders(config: Config) -> Config:
-    """A config whose NVMe tier has no folder that the student's engine may have."""
-    folders = tuple(folder / INNER for folder in config.nvme_paths or ())
-    memory = config.memory.model_copy(update={"nvme": folders or None})
-    return config.model_copy(update={"memory": memory})
-
-
-def _within(config: Config, budgets: Mapping[Tier, int]) -> Config:
-    """A config with these budgets."""
-    nvme = budgets[Tier.NVME] if config.nvme_paths else None
-    named = {"device": budgets[Tier.DEVICE], "host": budgets[Tier.HOST]}
-    memory = config.memory.model_copy(update=named | {"nvme_capacity": nvme})
-    return config.model_copy(update={"memory": memory})

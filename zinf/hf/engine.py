@@ -45,6 +45,15 @@ class ModelEngine(Engine):
     _model: Model
     _adapted: Adapted | None = None
     _own_decoder: Decoder | None = None
+    # A frozen copy of the model as it began, if the loss needs one: from a batch to
+    # log-probabilities. It is closed with the engine.
+    reference: Any = None
+
+    def close(self) -> None:
+        """Free every tier, and those of the reference; see `Engine.close`."""
+        super().close()
+        if self.reference is not None:
+            self.reference.close()
 
     @property
     def model(self) -> Model:

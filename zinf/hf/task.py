@@ -1,6 +1,7 @@
 """The model, data and optimizer of a config whose `model.huggingface` names a model."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,9 +59,11 @@ from zinf.hf.model import IGNORED, Model, load_as_stored
 from zinf.hf.objectives import objective_of
 from zinf.hf.objectives.objective import Objective
 from zinf.hf.packing import Packed
+from zinf.hf.reference import open_reference
 from zinf.inference import ROWS
 
 ALONE = Alone()
+logger = logging.getLogger(__name__)
 Measure = Callable[[dict[str, Any]], None]
 
 
@@ -156,11 +159,30 @@ class Task:
         return jax.random.key(config.run.seed) if draws(self.model, config) else None
 
     def engine(self, mesh: Mesh, group: AbstractGroup = ALONE) -> ModelEngine:
-        """An engine with the weights of the model's files."""
-        model, config = self.model, self.config
+        """An engine with the weights of the model's files.
+
+        If the loss needs a copy of the model as it began, that is opened first, and the
+        budgets hold for both.
+        """
+        model, config, drawing = self.model, self.config, self.objective.drawing
+        if drawing is None or not drawing.has_copy(config):
+            return self._engine(config, mesh, group)
+        shape = {"rows": batch_size(config), "length": self.length}
+        reference = open_reference(model, config, mesh, **shape)
+        try:
+            engine = self._engine(reference.beside(config), mesh, group)
+        except BaseException:
+            reference.close()
+            raise
+        engine.reference = reference
+        logger.info(reference.brief())
+        return engine
+
+    def _engine(self, config: Config, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
+        """An engine within the budgets of a config that may have others than `self`."""
         rows, data = batch_size(config) // group.count, self.token_batches()
         return initialize(
-            model,
+            self.model,
             build_optimizer(config, self.rate_scale()),
             config.told(),
             loss=self.loss,
@@ -222,10 +244,12 @@ class Task:
         paths = () if isinstance(paths, str) else paths
         content = json.dumps([*map(content_of, paths)]).encode()
         found = {"data.content": xxh3_128(content).hexdigest()}
-        if self.config.adapter is not None:
+        drawing = self.objective.drawing
+        has_copy = drawing is not None and drawing.has_copy(self.config)
+        if self.config.adapter is not None or has_copy:
             found["model.weights"] = self.model.digest
-        if self.objective.drawing is not None:
-            found |= self.objective.drawing.digests(self.config)
+        if drawing is not None:
+            found |= drawing.digests(self.config)
         return found
 
     def check_files(self) -> None:

@@ -16,6 +16,7 @@ from tests.unit.hf.models import (
 )
 
 from zinf import hf  # isort: skip
+from zinf.core.program import Tier  # isort: skip
 
 REWARDS = """
 def evens(completions, completion_ids, answer, **_):
@@ -92,6 +93,9 @@ def numbers(output, first=0):
     return [[m.get(n) for n in names] for m in metrics_of(output)[first:]]
 
 
+ADAPTER = SimpleNamespace(r=4, lora_alpha=8.0, target_modules=None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -103,7 +107,7 @@ def numbers(output, first=0):
 )
 def test_a_trainer_goes_on_bit_equal_within_a_rollout(changes, tmp_path):
     folder = model_folder(tmp_path)
-    peft = SimpleNamespace(r=4, lora_alpha=8.0) if "beta" in changes else None
+    peft = ADAPTER if "beta" in changes else None
 
     def train(name, steps, **named):
         with trainer(
@@ -119,6 +123,24 @@ def test_a_trainer_goes_on_bit_equal_within_a_rollout(changes, tmp_path):
     assert len(whole) == 4 and len({tuple(x) for x in whole}) == 4
 
 
+@pytest.mark.slow
+def test_a_reference_of_all_weights_shares_the_budgets(tmp_path):
+    """And is the model as it was: the divergence begins at rounding, and grows."""
+    folder, budget = model_folder(tmp_path), 2**30
+    config = {"memory": {"device": budget, "host": budget}}
+    with trainer(
+        folder, tmp_path / "out", config=config, beta=0.1, max_steps=3
+    ) as made:
+        held = made.engine.reference.held_bytes
+        memory = made.engine.config.memory
+        assert memory.device == budget - held[Tier.DEVICE] < budget
+        assert memory.host == budget - held[Tier.HOST]
+        made.train()
+        assert made.engine.reference.engine.num_steps == 0
+    kl = [m["kl"] for m in metrics_of(tmp_path / "out")]
+    assert 0 <= kl[0] < 1e-6 < 1e-4 < kl[-1]
+
+
 def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
     folder = model_folder(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
@@ -126,15 +148,17 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
     def correct(completions, anwser):
         return [1.0] * len(completions)
 
-    def make(*functions, data=None, **named):
+    def make(*functions, data=None, peft=None, **named):
         given = list(functions) or [evens]
         hf.GRPOTrainer(
             model=folder,
             reward_funcs=given,
             args=hf.GRPOConfig(**{"max_completion_length": 6} | named),
             train_dataset=records() if data is None else data,
+            peft_config=peft,
         )
 
+    begun = {"r": 4, "modules_to_save": ["lm_head"]}
     answered = {"prompt": turns("w1", "w2")}
     mistakes = {
         "no such argument": lambda: hf.GRPOConfig(num_generation=4),
@@ -142,7 +166,7 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "groups that do not divide": lambda: make(num_generations=3),
         "no room": lambda: make(max_completion_length=32),
         "a missing column": lambda: make(correct),
-        "a reference of all weights": lambda: make(beta=0.1),
+        "a reference of other adapters": lambda: make(beta=0.1, peft=begun),
         "a reward model": lambda: make(str(folder)),
         "no such function": lambda: make(f"{tmp_path}/rewards.py:even"),
         "no such file": lambda: make(f"{tmp_path}/reward.py:evens"),

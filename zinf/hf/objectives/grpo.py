@@ -158,37 +158,38 @@ def rollouts_of(
 
 
 def check_reference(config: Config) -> None:
-    """Refuse a reference that is not what adapters change.
+    """Refuse a reference that is neither the files' weights nor what adapters change.
 
     Raises:
-        NotImplementedError: there is a `beta`, and all weights are trained, or some
-            whole, or the adapters begin from others.
+        NotImplementedError: there is a `beta`, and adapters that begin from others, or
+            leaves that are trained whole beside them.
     """
     adapter, beta = config.adapter, config.grpo.beta
-    if not beta:
+    if not beta or adapter is None:
         return
-    found = None
-    if adapter is None:
-        found = "all weights are trained"
-    elif adapter.begin_from is not None:
-        found = "the adapters begin from those of adapter.begin_from"
-    elif adapter.modules_to_save:
-        found = "adapter.modules_to_save are trained whole"
-    if found is not None:
+    keys = ("begin_from", "modules_to_save")
+    found = [key for key in keys if getattr(adapter, key)]
+    if found:
         raise NotImplementedError(
-            f"grpo.beta is {beta}, and {found}, so the model that training begins with "
-            "would be a second one in memory, which is not supported yet. Train "
-            "adapters alone (--lora 16), whose frozen base is the reference, or set "
-            "grpo.beta to 0."
+            f"grpo.beta is {beta}, so a reference is needed, which with adapters is "
+            f"their frozen base, and adapter.{found[0]} makes training begin from "
+            "another model. Leave it out, or set grpo.beta to 0."
         )
+
+
+def has_copy(config: Config) -> bool:
+    """Whether the reference is a second copy of the model; see `Reference`."""
+    return config.grpo.beta > 0 and config.adapter is None
 
 
 def drawn_by(rollouts: Rollouts, engine: ModelEngine, config: Config) -> Rollouts:
     """Rollouts that an engine draws, with the model as it began as the reference."""
     if not config.grpo.beta:
         return rollouts.of(engine)
+    if engine.reference is not None:
+        return rollouts.of(engine, engine.reference)
     adapted = engine.adapted
-    assert adapted is not None, "see `check_reference`"
+    assert adapted is not None, "see `has_copy`"
     temperature = config.grpo.temperature
     function = adapted.unchanged(_Scores(engine.model, temperature))
 
@@ -269,5 +270,5 @@ OBJECTIVE = Objective(
     rows=_rows,
     settings_of_data=_settings,
     has_aux=True,
-    drawing=Drawing(_dataset, _num_samples, drawn_by, _digests),
+    drawing=Drawing(_dataset, _num_samples, drawn_by, _digests, has_copy),
 )

@@ -86,12 +86,14 @@ class Drawing:
         num_samples: `(model, config) -> samples` of an epoch.
         by: `(rollouts, engine, config) -> rollouts` that the engine draws.
         digests: `config -> digests` of other files that decide the numbers of a run.
+        has_copy: `config -> whether` the reference is a second copy of the model.
     """
 
     dataset: Callable[[Model, Config], Rollouts]
     num_samples: Callable[[Model, Config], int]
     by: Callable[[Rollouts, ModelEngine, Config], Rollouts]
     digests: Callable[[Config], Mapping[str, str]]
+    has_copy: Callable[[Config], bool]
 
 
 def tokens_spec(*shape: int) -> jax.ShapeDtypeStruct:

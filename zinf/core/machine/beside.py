@@ -1,0 +1,22 @@
+"""Configs of several engines in one process, which share the budgets of one."""
+
+from collections.abc import Mapping
+
+from zinf.core.config import Config
+from zinf.core.memory.nvme.root import INNER
+from zinf.core.program import Tier
+
+
+def in_own_folders(config: Config) -> Config:
+    """A config whose NVMe tier has no folder that the other engine may have."""
+    folders = tuple(folder / INNER for folder in config.nvme_paths or ())
+    memory = config.memory.model_copy(update={"nvme": folders or None})
+    return config.model_copy(update={"memory": memory})
+
+
+def within(config: Config, budgets: Mapping[Tier, int]) -> Config:
+    """A config with these budgets."""
+    nvme = budgets[Tier.NVME] if config.nvme_paths else None
+    named = {"device": budgets[Tier.DEVICE], "host": budgets[Tier.HOST]}
+    memory = config.memory.model_copy(update=named | {"nvme_capacity": nvme})
+    return config.model_copy(update={"memory": memory})
