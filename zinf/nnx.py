@@ -7,7 +7,7 @@ model state: the loss may change it, and each step starts from that of the step 
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,6 +61,18 @@ class Decodes(Protocol):
 
     # With a keyword argument `temperature` if `log_probabilities` is given one.
     def token_scores(self, batch: Any) -> jax.Array: ...
+
+
+@runtime_checkable
+class TakesBack(Decodes, Protocol):
+    """What a module has that can check drafts besides.
+
+    `zinf.inference.Decoder` says what the methods return.
+    """
+
+    def decode_all(self, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]: ...
+
+    def take_back(self, cache: Any, num_tokens: jax.Array) -> Any: ...
 
 
 class ModuleEngine(Engine):
@@ -120,7 +132,11 @@ class ModuleEngine(Engine):
             return super()._decoder(given)
         dtype = self.planner.problem.params[model.like_cache].compute.dtype
         init = partial(model.init_cache, dtype=dtype)
-        return Decoder(type(model).decode, init, model.max_length)
+        made = Decoder(type(model).decode, init, model.max_length)
+        if not isinstance(model, TakesBack):
+            return made
+        every = type(model).decode_all
+        return replace(made, apply_all=every, take_back=model.take_back)
 
 
 def initialize(

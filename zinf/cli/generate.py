@@ -28,7 +28,7 @@ from zinf.core.config import Config
 from zinf.core.config.deciding import deciding
 from zinf.core.memory.lock_file import lock_beside, locked
 from zinf.core.text.complaint import complain, naming, tell
-from zinf.inference import ROWS, Sampling, bucket
+from zinf.inference import ROWS, Drafts, Sampling, bucket
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
 MICROBATCHES = 8
@@ -62,7 +62,7 @@ def print_completion(
 ) -> None:
     """Prints what a model writes after a prompt, as it is made, and nothing else."""
     model = hf.load_as_stored(name, base=base)
-    sampling = hf.settings_of(model, given)
+    sampling, drafts = hf.settings_of(model, given), hf.lookup_of(model, given)
     is_chat = _is_chat(model, chat)
     prompt = hf.prompt_tokens(model, line, "--prompt", chat=is_chat)
     _say_if_endless(sampling.eos_token_ids, max_new_tokens)
@@ -77,6 +77,7 @@ def print_completion(
             max_new_tokens=max_new_tokens,
             keys=_keys(seed, range(1)),
             rows=1,
+            drafts=drafts,
             on_text=partial(write, end=""),
         )
     tell()
@@ -111,7 +112,7 @@ def write_completions(
     """
     check_output(output, prompts)
     model = hf.load_as_stored(name, base=base)
-    sampling = hf.settings_of(model, given)
+    sampling, drafts = hf.settings_of(model, given), hf.lookup_of(model, given)
     is_chat = _is_chat(model, chat)
     # All lines are read first: what is wrong with the last is known before the first.
     lines = [
@@ -156,6 +157,7 @@ def write_completions(
                 lines,
                 stream,
                 sampling,
+                drafts=drafts,
                 done=done,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
@@ -169,6 +171,7 @@ def _complete(
     stream: BinaryIO,
     sampling: Sampling,
     *,
+    drafts: Drafts | None,
     done: int,
     max_new_tokens: int,
     seed: int,
@@ -185,6 +188,7 @@ def _complete(
             max_new_tokens=max_new_tokens,
             keys=_keys(seed, range(first, first + len(some))),
             rows=ROWS,
+            drafts=drafts,
         )
         for (line, _), text in zip(some, texts, strict=True):
             stream.write(full_line(line, text))

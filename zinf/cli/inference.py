@@ -90,6 +90,15 @@ def generate(
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1: what was said becomes less likely.")
     ] = None,
+    prompt_lookup_num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Guess so many next tokens from what followed the last ones earlier "
+            "in the text, and check all at once: streamed weights are read less often. "
+            "The text stays as it is.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the tokens that are drawn.")] = 0,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Lines of --prompts that are made together.")
@@ -118,6 +127,7 @@ def generate(
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
+        "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
     }
     with clean_errors(traceback):
         config = budgets(overrides or (), nvme, weight_bits)

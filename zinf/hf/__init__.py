@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zinf.hf.comparison import Verdict as Verdict
     from zinf.hf.comparison import verdict_of as verdict_of
     from zinf.hf.completion import complete_texts as complete_texts
+    from zinf.hf.completion import lookup_of as lookup_of
     from zinf.hf.completion import prompt_tokens as prompt_tokens
     from zinf.hf.completion import settings_of as settings_of
     from zinf.hf.critic import Critic as Critic

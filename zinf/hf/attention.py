@@ -68,7 +68,7 @@ def boolean_mask(**named: Any) -> torch.Tensor | None:
     may_skip = named.pop("allow_is_causal_skip", True)
     segments = _SEGMENTS.get()
     may_skip = may_skip and named.get("attention_mask") is None and segments is None
-    mask = sdpa_mask(**named, allow_is_causal_skip=may_skip)
+    mask = sdpa_mask(**_by_row(named), allow_is_causal_skip=may_skip)
     if mask is None:
         return None
     if segments is not None:
@@ -76,6 +76,21 @@ def boolean_mask(**named: Any) -> torch.Tensor | None:
         mask = torch_view(jnp.logical_and(jax_view(mask), is_same))
     setattr(mask, FORM, form_of(**named, segment_ids=segments))
     return mask
+
+
+def _by_row(named: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `sdpa_mask` where each row has a `q_offset` of its own, (B, 1).
+
+    That of `transformers` is one number.
+    """
+    offset, function = named.get("q_offset", 0), named["mask_function"]
+    if not getattr(offset, "shape", ()):
+        return dict(named)
+
+    def moved(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return function(batch, head, query + offset[batch, 0], key)
+
+    return {**named, "q_offset": 0, "mask_function": moved}
 
 
 def adding_mask(*, dtype: torch.dtype = torch.float32, **named: Any) -> Any:

@@ -12,9 +12,10 @@ from zinf.hf.model import Model
 from zinf.hf.records import tools_of, with_content
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids
-from zinf.inference import Sampling, read_settings, token_ids
+from zinf.inference import Drafts, Sampling, prompt_lookup, read_settings, token_ids
 
 SETTINGS = "generation_config.json"
+NGRAM = "max_matching_ngram_size"
 PROMPTS = "prompt (a text) or messages (a conversation)"
 
 
@@ -29,8 +30,7 @@ def settings_of(model: Model, given: Mapping[str, Any]) -> Sampling:
         ValueError: a value is impossible, or the file is no JSON.
         NotImplementedError: a setting is not supported; see `read_settings`.
     """
-    settings = _settings(model)
-    settings |= {name: value for name, value in given.items() if value is not None}
+    settings = _settings(model, given)
     temperature = given.get("temperature")
     if temperature is not None:
         settings["do_sample"] = temperature > 0
@@ -44,7 +44,7 @@ def end_tokens(model: Model) -> tuple[int, ...]:
     Raises:
         ValueError: the file is no JSON.
     """
-    return token_ids(_end_tokens(model, _settings(model)))
+    return token_ids(_end_tokens(model, _settings(model, {})))
 
 
 def _end_tokens(model: Model, settings: Mapping[str, Any]) -> int | list[int] | None:
@@ -56,18 +56,34 @@ def _end_tokens(model: Model, settings: Mapping[str, Any]) -> int | list[int] | 
     return own or model.tokenizer.eos_token_id
 
 
-def _settings(model: Model) -> dict[str, Any]:
-    """The settings of the file beside the model; empty if there is none."""
-    path = model.folder / SETTINGS
-    if not path.is_file():
-        return {}
-    try:
-        settings = from_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} has {settings!r:.40}, no settings. Get it again.")
-    return settings
+def lookup_of(model: Model, given: Mapping[str, Any]) -> Drafts | None:
+    """Drafts that repeat the text, if `prompt_lookup_num_tokens` asks for them.
+
+    Args:
+        given: see `settings_of`; 0 asks for none.
+
+    Raises:
+        ValueError: see `settings_of`.
+    """
+    settings = _settings(model, given)
+    num_tokens = settings.get("prompt_lookup_num_tokens") or 0
+    if not num_tokens:
+        return None
+    size = settings.get(NGRAM)
+    return prompt_lookup(num_tokens, **({} if size is None else {NGRAM: size}))
+
+
+def _settings(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file beside a model says, but for what is given; see `settings_of`."""
+    path, settings = model.folder / SETTINGS, {}
+    if path.is_file():
+        try:
+            settings = from_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path} has {settings!r:.40}, no settings. Get it again.")
+    return settings | {n: value for n, value in given.items() if value is not None}
 
 
 def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndarray:
@@ -139,12 +155,14 @@ def complete_texts(
     max_new_tokens: int,
     keys: jax.Array,
     rows: int,
+    drafts: Drafts | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> list[str]:
     """The text that the model writes after each prompt.
 
     Args:
         keys: a random key a prompt.
+        drafts: guesses of next tokens; see `zinf.inference.Drafts`.
         on_text: called with each further part of the first text, as it is made.
     """
     words = _Words(engine.model.tokenizer, on_text)
@@ -153,6 +171,7 @@ def complete_texts(
         max_new_tokens=max_new_tokens,
         key=keys,
         rows=rows,
+        drafts=drafts,
         on_token=None if on_text is None else words.add,
         **vars(sampling),
     )

@@ -56,7 +56,7 @@ def decoder_of(model: Model, dtype: Any) -> Decoder:
             return jnp.zeros((len(starts), heads, length, width), spec.dtype)
 
         return {
-            "at": jnp.zeros((), jnp.int32),
+            "at": jnp.zeros(len(starts), jnp.int32),
             "starts": jnp.asarray(starts, jnp.int32),
             "layers": {
                 name: {part: zeros(spec) for part, spec in layer.items()}
@@ -65,18 +65,46 @@ def decoder_of(model: Model, dtype: Any) -> Decoder:
         }
 
     def apply(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
-        return _apply(model, len(kinds), params, tokens, state)
+        logits, new = _apply(model, len(kinds), params, tokens, state, every=False)
+        return logits[:, -1], new
 
-    return Decoder(apply, init_cache, model.max_length, switch_of(model.module))
+    def apply_all(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
+        return _apply(model, len(kinds), params, tokens, state, every=True)
+
+    return Decoder(
+        apply,
+        init_cache,
+        model.max_length,
+        switch_of(model.module),
+        apply_all,
+        _taken_back,
+    )
+
+
+def _taken_back(state: State, num_tokens: jax.Array) -> State:
+    """The state before so many of the last tokens of each sequence were read."""
+    return {**state, "at": state["at"] - num_tokens}
 
 
 def _apply(
-    model: Model, num_layers: int, params: Params, tokens: jax.Array, state: State
+    model: Model,
+    num_layers: int,
+    params: Params,
+    tokens: jax.Array,
+    state: State,
+    *,
+    every: bool,
 ) -> tuple[jax.Array, State]:
-    """The logits of the token after `tokens`, (B, V), and the new state."""
+    """The logits (B, S, V) of the token after each, and the new state.
+
+    Args:
+        every: else only those after the last token need be there.
+    """
     at, starts, length = state["at"], state["starts"], tokens.shape[1]
-    slots = at + jnp.arange(length)[None]
-    positions = jnp.maximum(slots - starts[:, None], 0)
+    slots = at[:, None] + jnp.arange(length)[None]
+    # Guesses may reach beyond the longest sequence, and are dropped there.
+    longest = None if model.max_length is None else model.max_length - 1
+    positions = jnp.clip(slots - starts[:, None], 0, longest)
     num_slots = _num_slots(state["layers"])
     # The mask of the model adds that no token sees a later one.
     is_token = jnp.arange(num_slots)[None] >= starts[:, None]
@@ -84,7 +112,7 @@ def _apply(
 
     def fill() -> None:
         for i, layer in enumerate(cache.layers):
-            layer.cumulative_length = torch_view(at)
+            layer.cumulative_length = torch_view(at[:, None])
             if (parts := state["layers"].get(str(i))) is not None:
                 layer.fill(parts)
 
@@ -93,10 +121,10 @@ def _apply(
         "attention_mask": is_token.astype(jnp.int32),
         "position_ids": positions,
     }
-    logits = model.call(params, inputs, cache=cache, before=fill)
+    logits = model.call(params, inputs, cache=cache, every=every, before=fill)
     layers = {name: cache.layers[int(name)].parts() for name in state["layers"]}
     new = {"at": at + length, "starts": starts, "layers": layers}
-    return logits[:, -1], new
+    return logits, new
 
 
 def _num_slots(layers: Mapping[str, Mapping[str, jax.Array]]) -> int:
@@ -144,9 +172,10 @@ class _Layer(StaticLayer):
         keys, values = jax_view(key_states), jax_view(value_states)
         if not self.is_initialized:
             parts = {"keys": _room(keys, self), "values": _room(values, self)}
-            self.cumulative_length = torch_view(jnp.zeros((), jnp.int32))
+            first = jnp.zeros((keys.shape[0], 1), jnp.int32)
+            self.cumulative_length = torch_view(first)
             self.fill(parts)
-        at = jax_view(self.cumulative_length)
+        at = jax_view(self.cumulative_length)[:, 0]
         old = self.parts()
         self.fill(
             {
@@ -157,7 +186,7 @@ class _Layer(StaticLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:
-        # As many as before this call: the arrays at hand are of one call.
+        # The number of slots before this call, (B, 1): see `attention.boolean_mask`.
         return self.cumulative_length
 
 
@@ -167,9 +196,9 @@ def _room(states: jax.Array, layer: StaticLayer) -> jax.Array:
 
 
 def _put(cache: jax.Array, states: jax.Array, at: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(
-        cache, states.astype(cache.dtype), at, axis=2
-    )
+    """The cache (B, heads, slots, width), with the states of each row at its slot."""
+    put = jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))
+    return put(cache, states.astype(cache.dtype), at, 1)
 
 
 class _Cache(Cache):

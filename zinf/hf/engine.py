@@ -227,7 +227,11 @@ def decoder_for(model: Model, adapted: Adapted | None, planner: Planner) -> Deco
     # That of the parameters as the model sees them.
     dtype = next(kept[path].compute.dtype for path in paths if path in kept)
     made = decoder_of(model, dtype)
-    return made if adapted is None else replace(made, apply=adapted.applied(made.apply))
+    if adapted is None:
+        return made
+    assert made.apply_all is not None
+    apply_all = adapted.applied(made.apply_all)
+    return replace(made, apply=adapted.applied(made.apply), apply_all=apply_all)
 
 
 def initialize(

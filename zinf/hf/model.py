@@ -39,7 +39,7 @@ from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.masks import counted_positions
 from zinf.hf.module import CONFIG, build, read_config, read_quantization
 from zinf.hf.quantized import plain
-from zinf.hf.rotary import growth_of
+from zinf.hf.rotary import each_as_last, growth_of
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 
 Params = dict[str, jax.Array]
@@ -393,6 +393,7 @@ class Model:
         key: Sequence[jax.Array] = (),
         train: bool = False,
         cache: transformers.Cache | None = None,
+        every: bool = False,
         kept: jax.Array | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> jax.Array:
@@ -401,7 +402,8 @@ class Model:
         Args:
             inputs: arrays by the names of the module's arguments.
             cache: keys and values so far, which the module changes. With one, the
-                logits are those of the last token alone, where the module can.
+                logits are those of the last token alone, where the module can, unless
+                `every`, which is for tokens that may be guessed wrong.
             kept: positions of the tokens on which `random_ltd_layers` run.
             before: called in the mode in which torch tensors are jax arrays.
         """
@@ -410,11 +412,11 @@ class Model:
             accepted = signature(self.module.forward).parameters
             name = next(n for n in CACHE_NAMES if n in accepted)
             options = {"use_cache": True, name: cache}
-            if "logits_to_keep" in accepted:
+            if not every and "logits_to_keep" in accepted:
                 options["logits_to_keep"] = 1
-        return self._run(
-            params, inputs, options, key=key, train=train, kept=kept, before=before
-        )
+        rest = {"key": key, "train": train, "kept": kept, "before": before}
+        with each_as_last(every):
+            return self._run(params, inputs, options, **rest)
 
     def _run(
         self,

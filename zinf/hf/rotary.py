@@ -8,10 +8,12 @@ Here they are a function of the positions of a call, and nothing is kept.
 A row has the frequencies of its own last position, as if it were alone. torch takes the
 last position of all rows, so there a sequence depends on its neighbours. Both are equal
 where the rows of a batch end at one position, as they do without `position_ids`.
+Tokens that may be guessed wrong have the frequencies of their own positions.
 """
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -21,6 +23,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 LONG, DYNAMIC = "longrope", "dynamic"
 LIMIT = "original_max_position_embeddings"
+_ARE_LAST: ContextVar[bool] = ContextVar("are_last", default=False)
+
+
+@contextmanager
+def each_as_last(are_last: bool) -> Generator[None, None, None]:
+    """In the body, each token is rotated as if no further one were known."""
+    token = _ARE_LAST.set(are_last)
+    try:
+        yield
+    finally:
+        _ARE_LAST.reset(token)
 
 
 def make_pure(model: torch.nn.Module) -> None:
@@ -102,7 +115,14 @@ def _by_row(module: Any) -> Callable:
             found = turned(x, torch_view(positions_T)[None], layer_type)
             return jax.tree.map(lambda values: values[0], found)
 
-        return torch_view(jax.vmap(of_row)(jax_view(position_ids)))
+        of_rows = jax.vmap(of_row)
+        positions_BT = jax_view(position_ids)
+        if not _ARE_LAST.get():
+            return torch_view(of_rows(positions_BT))
+        found = of_rows(positions_BT.reshape(-1, 1))
+        shape = positions_BT.shape
+        apart = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[2:]), found)
+        return torch_view(apart)
 
     return forward
 

@@ -4,6 +4,8 @@ from zinf.inference.complete import ROWS as ROWS
 from zinf.inference.complete import Asked as Asked
 from zinf.inference.complete import complete as complete
 from zinf.inference.decoder import Decoder as Decoder
+from zinf.inference.drafts import Drafts as Drafts
+from zinf.inference.drafts import prompt_lookup as prompt_lookup
 from zinf.inference.forecast import Forecast as Forecast
 from zinf.inference.forecast import Unfit as Unfit
 from zinf.inference.forecast import forecasts as forecasts

@@ -12,6 +12,7 @@ from zinf.core.jaxpr.keys import is_key, to_words
 from zinf.core.memory import Stores
 from zinf.core.step.run.runner import AbstractRunner
 from zinf.inference.choose import make_generation
+from zinf.inference.drafts import Drafts
 from zinf.inference.generation import AbstractGeneration, Job, Kept
 from zinf.inference.plan import GenerationPlanner
 from zinf.inference.prompts import Request, as_tokens, by_part, check_lengths
@@ -31,6 +32,7 @@ class Asked:
             rounding, and not on the number of prompts.
         batch_size: the most sequences that are completed together; None: as many as
             the budgets allow.
+        drafts: guesses of next tokens; None for none.
     """
 
     max_new_tokens: int
@@ -38,6 +40,7 @@ class Asked:
     batch_size: int | None = None
     on_token: OnToken | None = None
     scores: Scores | None = None
+    drafts: Drafts | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "batch_size"):
@@ -104,11 +107,13 @@ def _written(
     found: dict[int, Written] = {}
     open_numbers: set[int] = set()
     switches_at = planner.decoder.switches_at
-    groups = by_part(requests, asked.rows, asked.max_new_tokens, switches_at)
+    num_new, num_guesses = asked.max_new_tokens, planner.num_guesses
+    groups = by_part(requests, asked.rows, num_new, switches_at, num_guesses)
     for part, group in groups.items():
         make = partial(make_generation, planner, part.shape)
         made: AbstractGeneration = kept(part.shape, make)
-        job = Job(planner.sampling, part, asked.on_token, stores, current)
+        how = planner.sampling, part, asked.on_token, asked.drafts
+        job = Job(*how, stores, current)
         size = made.most(min(len(group), asked.batch_size or len(group)), kept)
         for first in range(0, len(group), size):
             texts = made.write(group[first : first + size], job, kept)

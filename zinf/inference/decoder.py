@@ -29,12 +29,46 @@ class Decoder:
         switches_at: the most tokens of a sequence for which the model has the cache of
             its beginning. A sequence that gets longer is read anew, once, from its
             first token. None: no sequence is.
+        apply_all: as `apply`, with logits after each token, (B, S, V). Drafts need it.
+        take_back: `(cache, num_tokens) -> cache`, the cache before so many of the last
+            tokens of each sequence were read, int32 (B,). Drafts need it; a model whose
+            state cannot forget a token has none.
     """
 
     apply: Callable
     init_cache: Callable
     max_length: int | None = None
     switches_at: int | None = None
+    apply_all: Callable | None = None
+    take_back: Callable | None = None
+
+    def check_drafts(self) -> None:
+        """Raise unless the model can check guesses and forget the wrong ones."""
+        absent = [n for n in ("apply_all", "take_back") if getattr(self, n) is None]
+        if absent:
+            raise NotImplementedError(
+                f"The decoder has no {' and no '.join(absent)}, so tokens that were "
+                "guessed wrong cannot be taken back. Generate without drafts, or give "
+                "the decoder these functions."
+            )
+
+
+def checked_all(decoder: Decoder, *arguments: Any) -> tuple[jax.Array, Any]:
+    """The float32 logits (B, S, V) after each token, and the new cache.
+
+    Raises:
+        ValueError: `apply_all` returned something else.
+    """
+    *_, tokens, cache = arguments
+    assert decoder.apply_all is not None
+    logits, new = decoder.apply_all(*arguments)
+    _check_cache(cache, new)
+    if jnp.ndim(logits) != 3 or logits.shape[:2] != tokens.shape:
+        raise WrongResult(
+            "apply_all of a decoder must return logits (B, S, V) for tokens "
+            f"{list(tokens.shape)}; it returned {described(logits)}."
+        )
+    return logits.astype(jnp.float32), new
 
 
 def checked_apply(decoder: Decoder, *arguments: Any) -> tuple[jax.Array, Any]:

@@ -90,6 +90,8 @@ def why_not_fused(planner: GenerationPlanner) -> str | None:
     """Why generation streams, as a sentence; None if it might be fused."""
     if planner.execution == "streamed":
         return "Streamed, because execution is 'streamed'."
+    if planner.num_guesses:
+        return "Streamed, because drafts are checked by streamed programs."
     asked = planner.planner.config.param_tier
     if asked not in (None, Tier.DEVICE):
         return f"Streamed, because offload_param asks for weights on {asked}."
@@ -247,8 +249,9 @@ class Functions:
         self, logits_BV: Any, seen_BV: Any, given: Arrays, place: Any
     ) -> tuple[Arrays, Any]:
         """See `GenerationPlanner.draw`."""
-        numbers, number = given["numbers"], given["first"] + place
-        return self.planner.draw(logits_BV, numbers, number, given["words"], seen_BV)
+        number_B = jnp.broadcast_to(given["first"] + place, logits_BV.shape[:1])
+        rest = given["words"], seen_BV
+        return self.planner.draw(logits_BV, given["numbers"], number_B, *rest)
 
     def _read(self, flat: Arrays, tokens: Any, cache: Any) -> tuple[Any, Any]:
         def read(*arguments: Any) -> tuple[Any, Any]:

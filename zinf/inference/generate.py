@@ -24,6 +24,7 @@ from zinf.inference.generation import (
 )
 from zinf.inference.plan import (
     CACHE,
+    COUNT,
     SEEN,
     Generation,
     GenerationPlanner,
@@ -116,25 +117,50 @@ class _Run:
                 self.stores[tier].free(array)
 
     def generate(self) -> None:
-        part = self.job.part
         prompts = [padded(batch, self.planned.shape.prompt) for batch in self.batches]
         with _Program(self.planned.prefill, self.stores) as program:
-            tokens = self.next_tokens(program, prompts, part.first)
+            self.next_tokens(program, prompts)
         with _Program(self.planned.decode, self.stores) as program:
-            for number in range(part.first + 1, part.end):
-                if not self.texts.open:
-                    return
-                tokens = self.next_tokens(program, tokens, number)
+            while any(map(self.goes_on, self.requests)):
+                self.next_tokens(program, self.known_tokens())
 
-    def next_tokens(
-        self, program: "_Program", tokens: Sequence[np.ndarray], number: int
-    ) -> list[np.ndarray]:
-        """Token `number` of each sequence, (B, 1) for each microbatch."""
+    def number(self, request: Request) -> int:
+        """The number of the next new token of a sequence."""
+        return self.job.part.first + len(self.texts.made[request.number].tokens)
+
+    def goes_on(self, request: Request) -> bool:
+        is_open = request.number in self.texts.open
+        return is_open and self.number(request) < self.job.part.end
+
+    def known_tokens(self) -> list[np.ndarray]:
+        """The last token of each sequence and the guesses after it, (B, S) each."""
+        last = [[self.texts.made[r.number].tokens[-1]] for r in self.requests]
+        known = np.asarray(last, np.int32)
+        if (drafts := self.job.drafts) is not None:
+            going = [i for i, r in enumerate(self.requests) if self.goes_on(r)]
+            numbers = [self.requests[i].number for i in going]
+            texts = [self.text(self.requests[i]) for i in going]
+            guesses = np.repeat(known, drafts.num_tokens, axis=1)
+            vocab_size = self.planned.vocab_size
+            assert vocab_size is not None
+            guesses[going] = drafts.guesses(numbers, texts, vocab_size)
+            known = np.concatenate([known, guesses], axis=1)
+        absent = sum(map(len, self.batches)) - len(known)
+        return np.split(np.pad(known, ((0, absent), (0, 0))), len(self.batches))
+
+    def text(self, request: Request) -> np.ndarray:
+        """A prompt with what was written after it."""
+        new = np.asarray(self.texts.made[request.number].tokens, np.int32)
+        return np.concatenate([request.tokens, new])
+
+    def next_tokens(self, program: "_Program", tokens: Sequence[np.ndarray]) -> None:
+        """Read tokens (B, S) of each microbatch, and note what comes next."""
         numbers = self.job.sampling.constants()
         inputs = []
         for m, batch in enumerate(self.batches):
             leaves = {f"batch/numbers/{n}": np.asarray(x) for n, x in numbers.items()}
-            leaves["batch/num_tokens"] = np.asarray(number, np.int32)
+            next_numbers = [self.number(request) for request in batch]
+            leaves["batch/num_tokens"] = np.asarray(next_numbers, np.int32)
             leaves["batch/words"] = np.stack([r.words for r in batch])
             leaves["batch/tokens"] = tokens[m]
             inputs.append(leaves | self.passed[m])
@@ -142,15 +168,21 @@ class _Run:
         passed = [n for n in self.planned.names if n not in self.caches]
         num_results = len(self.planned.results)
         rows = self.planned.shape.rows
-        found = []
         for m, arrays in enumerate(outputs):
             told = zip(self.planned.results, arrays[:num_results], strict=True)
-            results = dict(told)
             self.passed[m] = dict(zip(passed, arrays[num_results:], strict=True))
-            own = self.requests[m * rows : (m + 1) * rows]
-            self.texts.take(own, results, number)
-            found.append(results["token"][:, None])
-        return found
+            self.take(self.requests[m * rows : (m + 1) * rows], dict(told))
+
+    def take(
+        self, requests: Sequence[Request], results: Mapping[str, np.ndarray]
+    ) -> None:
+        """Note the next tokens of a microbatch, place by place."""
+        counts, results = results[COUNT], {k: results[k] for k in results if k != COUNT}
+        for place in range(results["token"].shape[1]):
+            for row, request in enumerate(requests):
+                if place < counts[row] and self.goes_on(request):
+                    own = {name: values[row, place] for name, values in results.items()}
+                    self.texts.add(request.number, own, self.number(request))
 
 
 class _Program:

@@ -9,6 +9,7 @@ import numpy as np
 
 from zinf.core.memory import Stores
 from zinf.core.step.run.runner import AbstractRunner
+from zinf.inference.drafts import Drafts
 from zinf.inference.prompts import Part, Request
 from zinf.inference.sampling import Sampling
 from zinf.inference.texts import OnToken, Texts
@@ -24,6 +25,7 @@ class Job:
     Attributes:
         part: which tokens of the sequences.
         on_token: see `Texts`; None for nothing.
+        drafts: guesses of next tokens; None for none.
         stores: of the engine.
         current: the runner that the arrays at rest belong to. No deferred update may be
             pending.
@@ -32,6 +34,7 @@ class Job:
     sampling: Sampling
     part: Part
     on_token: OnToken | None
+    drafts: Drafts | None
     stores: Stores
     current: AbstractRunner
 

@@ -25,12 +25,13 @@ from zinf.core.step.arrays import array_specs
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
-from zinf.inference.decoder import Decoder, checked_apply
+from zinf.inference.decoder import Decoder, checked_all, checked_apply
 from zinf.inference.sampling import Sampling
 from zinf.inference.scores import Scores
 
 NAME = "the decoder"
 NEEDED = "is_finite", "token"  # Results of drawing that are always there.
+COUNT = "count"
 CACHE = "batch/cache/"
 MODEL, SEEN = "model", "seen"
 
@@ -55,7 +56,10 @@ class Generation:
 
     Attributes:
         names: the leaves of the cache in flattened order, as the programs name them.
-        results: what the programs return beside them, in flattened order.
+        results: what the programs return beside them, in flattened order: what `draw`
+            gives at each place, (B, places, ...), and "count" (B,), the first places of
+            a sequence that are right. A prefill has one place.
+        vocab_size: the words of the model; None if nobody asks.
         first: makes the cache before the first token, leaf by leaf on the host, given
             the first slot of each sequence.
     """
@@ -65,6 +69,7 @@ class Generation:
     decode: Forward
     names: tuple[str, ...]
     results: tuple[str, ...]
+    vocab_size: int | None
     first: Leafwise
 
 
@@ -78,9 +83,11 @@ class GenerationPlanner:
         key: a random key of the kind of those of the sequences.
         execution: as in a config; "streamed" never fuses.
         scores: what is told of drawn tokens; None for nothing.
+        num_guesses: guesses of each sequence that a decode checks. See `Drafts`.
 
     Raises:
-        NotImplementedError: the planner is for several devices.
+        NotImplementedError: the planner is for several devices, or the decoder cannot
+            check guesses.
     """
 
     planner: Planner
@@ -91,8 +98,11 @@ class GenerationPlanner:
     key: jax.Array
     execution: str = "auto"
     scores: Scores | None = None
+    num_guesses: int = 0
 
     def __post_init__(self) -> None:
+        if self.num_guesses:
+            self.decoder.check_drafts()
         count = self.planner.rule.mesh.size
         if count > 1:
             raise NotImplementedError(
@@ -130,13 +140,19 @@ class GenerationPlanner:
             ValueError: the decoder returned something else than a decoder must.
         """
         only, tiers = None, self.tiers
+        prompts = self._batch(shape, shape.prompt)
+        tokens = self._batch(shape, 1 + self.num_guesses)
+        step = self._check if self.num_guesses else self._step
         while True:
-            prefill, names = self._plan(shape, shape.prompt, only, tiers)
+            prefill, names = self._plan(self._step, prompts, only, tiers)
             caches = set(prefill.segmented.program.caches)
-            decode, _ = self._plan(shape, 1, caches, self._tiers_from(prefill))
+            rest = caches, self._tiers_from(prefill)
+            decode, _ = self._plan(step, tokens, *rest)
             if decode.cache_homes == prefill.cache_homes:
                 first = self._first_cache(shape)
-                return Generation(shape, prefill, decode, names, self.results, first)
+                words = self._vocab_size(tokens) if self.num_guesses else None
+                how = names, self.results, words, first
+                return Generation(shape, prefill, decode, *how)
             # A leaf that only one of them can overwrite is passed by both.
             only = caches.intersection(decode.segmented.program.caches)
             tiers = self._tiers_from(decode)
@@ -184,13 +200,12 @@ class GenerationPlanner:
 
     def _plan(
         self,
-        shape: Shape,
-        num_tokens: int,
+        step: Callable,
+        batch: Any,
         only: Collection[str] | None,
         tiers: Sequence[Tier],
     ) -> tuple[Forward, tuple[str, ...]]:
-        function = Function(NAME, self.bound(self._step))
-        batch = self._batch(shape, num_tokens)
+        function = Function(NAME, self.bound(step))
         names = [CACHE + path for path in named_leaves(batch["cache"])]
         num_results = len(self.results)
         outputs = {
@@ -219,7 +234,43 @@ class GenerationPlanner:
             batch["words"],
             cache.get(SEEN),
         )
+        found = {name: x[:, None] for name, x in found.items()}
+        found[COUNT] = jnp.ones(len(tokens), jnp.int32)
         return found, {MODEL: model} | ({} if seen is None else {SEEN: seen})
+
+    def _check(self, *arguments: Any) -> tuple[Any, Any]:
+        """As `_step`, for the last token of each sequence and the guesses after it.
+
+        A token is drawn after each of them. Those are right that come after right
+        guesses alone; the cache is that after the last right one.
+        """
+        *trees, batch = arguments
+        cache, tokens_BS = batch["cache"], batch["tokens"]
+        logits_BSV, model = checked_all(self.decoder, *trees, tokens_BS, cache[MODEL])
+        num_places = tokens_BS.shape[1]
+        numbers_BS = batch["num_tokens"][:, None] + jnp.arange(num_places)[None]
+        seen = cache.get(SEEN)
+        if seen is not None:
+            # At each place, those of the guesses before it too.
+            is_guess = jax.nn.one_hot(tokens_BS, seen.shape[1], dtype=jnp.int32)
+            is_before = jnp.cumsum(is_guess.at[:, 0].set(0), axis=1) > 0
+            seen = jnp.logical_or(seen[:, None], is_before)
+
+        def draw(logits: Any, numbers: Any, seen: Any) -> Any:
+            rest = batch["words"], seen
+            return self.draw(logits, batch["numbers"], numbers, *rest)
+
+        axes = 1, 1, None if seen is None else 1
+        found, seen = jax.vmap(draw, axes, 1)(logits_BSV, numbers_BS, seen)
+        is_right = found["token"][:, :-1] == tokens_BS[:, 1:]
+        count = 1 + jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(axis=1)
+        found[COUNT] = count
+        assert self.decoder.take_back is not None
+        new = {MODEL: self.decoder.take_back(model, num_places - count)}
+        if seen is not None:
+            last = (count - 1)[:, None, None]
+            new[SEEN] = jnp.take_along_axis(seen, last, axis=1)[:, 0]
+        return found, new
 
     def draw(
         self,
@@ -248,9 +299,9 @@ class GenerationPlanner:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The results of `draw`, as `jax.tree` sorts them."""
+        """The results of both programs, as `jax.tree` sorts them."""
         scores = () if self.scores is None else self.scores.names
-        return tuple(sorted((*NEEDED, *scores)))
+        return tuple(sorted((*NEEDED, COUNT, *scores)))
 
     def _batch(self, shape: Shape, num_tokens: int) -> Any:
         """Shapes and dtypes of one microbatch."""
@@ -261,7 +312,7 @@ class GenerationPlanner:
             "tokens": tokens,
             "cache": cache,
             "numbers": jax.eval_shape(self.sampling.constants),
-            "num_tokens": jax.ShapeDtypeStruct((), np.int32),
+            "num_tokens": jax.ShapeDtypeStruct((shape.rows,), np.int32),
             "words": jax.ShapeDtypeStruct((shape.rows, words), np.uint32),
         }
         if self.sampling.penalizes:

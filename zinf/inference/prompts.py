@@ -110,10 +110,12 @@ def by_part(
     rows: int,
     max_new_tokens: int,
     switches_at: int | None,
+    num_guesses: int = 0,
 ) -> dict[Part, list[Request]]:
     """The requests of each part. That of a sequence does not depend on the others.
 
     Args:
+        num_guesses: of a sequence, which take slots of the cache beyond its end.
         max_new_tokens: of a sequence, with those that were written before.
         switches_at: see `Decoder`. A part of a sequence ends with the token that makes
             it longer.
@@ -124,7 +126,7 @@ def by_part(
         end = max_new_tokens
         if switches_at is not None and length <= switches_at:
             end = min(end, first + switches_at + 1 - length)
-        shape = shape_of(rows, length, max_new_tokens - first)
+        shape = shape_of(rows, length, max_new_tokens - first + num_guesses)
         groups[Part(shape, first, end)].append(request)
     return groups
 

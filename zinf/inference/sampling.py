@@ -50,7 +50,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "stop_strings": (),
     "watermarking_config": (),
-    "prompt_lookup_num_tokens": (),
     "assistant_early_exit": (),
 }
 NONE = -np.inf
@@ -145,7 +144,7 @@ class Sampling:
         Args:
             logits: float32 (B, V).
             numbers: see `constants`.
-            num_tokens: the number of new tokens that each sequence has.
+            num_tokens: the new tokens that each sequence has, int32 (B,).
             words: the keys of the sequences as 32-bit words, (B, W).
             kind: a key of the kind of these keys.
             seen: whether a sequence has a token already, bool (B, V), if `penalizes`.
@@ -158,17 +157,18 @@ class Sampling:
             ends = np.zeros(logits.shape[1], np.bool_)
             ends[list(self.eos_token_ids)] = True
             is_early = num_tokens < numbers["min_new_tokens"]
-            is_refused = jnp.logical_and(ends, is_early)
-            logits = jnp.where(is_refused[None], NONE, logits)
+            is_refused = jnp.logical_and(ends[None], is_early[:, None])
+            logits = jnp.where(is_refused, NONE, logits)
         if self.is_greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits = self._filtered(logits / numbers["temperature"], numbers)
 
-        def noise(words: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(from_words(words, kind), num_tokens)
+        def noise(words: jax.Array, number: jax.Array) -> jax.Array:
+            key = jax.random.fold_in(from_words(words, kind), number)
             return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
 
-        return jnp.argmax(logits + jax.vmap(noise)(words), axis=-1).astype(jnp.int32)
+        noisy = logits + jax.vmap(noise)(words, num_tokens)
+        return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
     def _filtered(
         self, logits: jax.Array, numbers: Mapping[str, jax.Array]

@@ -45,19 +45,22 @@ class Texts:
         Raises:
             NonFiniteError: the logits of an open request are not finite.
         """
-        scores = {n: x for n, x in results.items() if n not in NEEDED}
         for row, request in enumerate(requests):
-            if request.number not in self.open:
-                continue
-            if not results["is_finite"][row]:
-                raise NonFiniteError(
-                    f"The logits of prompt {request.number} are not finite at new "
-                    f"token {place + 1}. A weight is, or the prompt has a token "
-                    "outside the vocabulary, or the dtype is too narrow for the model."
-                )
-            token = int(results["token"][row])
-            found = {name: values[row] for name, values in scores.items()}
-            self.made[request.number].add(token, found)
-            is_over = self.on_token(request.number, token) is True
-            if is_over or token in self.ends:
-                self.open.remove(request.number)
+            if request.number in self.open:
+                own = {name: values[row] for name, values in results.items()}
+                self.add(request.number, own, place)
+
+    def add(self, number: int, results: Mapping[str, np.ndarray], place: int) -> None:
+        """Note the next token of one request whose text goes on; see `take`."""
+        if not results["is_finite"]:
+            raise NonFiniteError(
+                f"The logits of prompt {number} are not finite at new token "
+                f"{place + 1}. A weight is, or the prompt has a token outside the "
+                "vocabulary, or the dtype is too narrow for the model."
+            )
+        token = int(results["token"])
+        scores = {n: x for n, x in results.items() if n not in NEEDED}
+        self.made[number].add(token, scores)
+        is_over = self.on_token(number, token) is True
+        if is_over or token in self.ends:
+            self.open.remove(number)

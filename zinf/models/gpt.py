@@ -23,7 +23,7 @@ from flax import nnx
 
 from zinf.core.problem.cross_entropy import cross_entropy
 from zinf.models.gpt_config import GPTConfig
-from zinf.models.gpt_decode import Cache, decode, init_cache
+from zinf.models.gpt_decode import Cache, decode, decode_all, init_cache, take_back
 from zinf.models.gpt_layers import (
     INIT_STDDEV,
     Block,
@@ -176,6 +176,11 @@ class GPT(nnx.Module):
 
     def decode(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         return decode(self, tokens_BT, cache)
+
+    def decode_all(self, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        return decode_all(self, tokens_BT, cache)
+
+    take_back = staticmethod(take_back)
 
     def token_scores(self, batch: Batch, *, temperature: float = 1.0) -> jax.Array:
         """The log-probability of each token given those before it, float32 (B, T).

@@ -1,9 +1,9 @@
 """GPT with a cache of keys and values, for generation.
 
-A cache is {"at": int32 (), "starts": int32 (B,), "layers": [{"key": (B, C, K, H),
+A cache is {"at": int32 (B,), "starts": int32 (B,), "layers": [{"key": (B, C, K, H),
 "value": (B, C, K, H)}, ...]}. Sequences are padded on the left: position p of a
 sequence is in slot `start + p`, and slots before `start` are never attended to. The
-suffixes are those of `gpt.py`; also
+next token of a sequence goes to slot `at`. The suffixes are those of `gpt.py`; also
 
   C  slots of the cache
 """
@@ -39,7 +39,7 @@ def init_cache(
     shape = len(starts_B), length, config.kv_heads, config.head_dim
     layer = lambda: {n: jnp.zeros(shape, dtype) for n in ("key", "value")}  # noqa: E731
     return {
-        "at": jnp.zeros((), jnp.int32),
+        "at": jnp.zeros(len(starts_B), jnp.int32),
         "starts": jnp.asarray(starts_B, jnp.int32),
         "layers": [layer() for _ in range(config.num_layers)],
     }
@@ -51,14 +51,34 @@ def decode(model: Any, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, C
     Args:
         model: a `GPT`, whose module imports this one.
     """
-    config, at, starts_B = model.config, cache["at"], cache["starts"]
+    x_BTD, new = _read(model, tokens_BT, cache)
+    return _logits(model, x_BTD[:, -1]), new
+
+
+def decode_all(
+    model: Any, tokens_BT: jax.Array, cache: Cache
+) -> tuple[jax.Array, Cache]:
+    """As `decode`, with logits of the token after each: float32 (B, T, V)."""
+    x_BTD, new = _read(model, tokens_BT, cache)
+    return _logits(model, x_BTD), new
+
+
+def take_back(cache: Cache, num_tokens_B: jax.Array) -> Cache:
+    """The cache before so many of the last tokens of each sequence were read."""
+    return {**cache, "at": cache["at"] - num_tokens_B}
+
+
+def _read(model: Any, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """The outputs of the last block, (B, T, D), and the new cache."""
+    config, at_B, starts_B = model.config, cache["at"], cache["starts"]
     num_slots, length = cache["layers"][0]["key"].shape[1], tokens_BT.shape[1]
-    slots_1T = at + jnp.arange(length)[None]
-    # The padding has position 0; nothing that is read depends on it.
-    positions_BT = jnp.maximum(slots_1T - starts_B[:, None], 0)
+    slots_BT = at_B[:, None] + jnp.arange(length)[None]
+    # The padding has position 0. Guesses may reach beyond the longest sequence, and are
+    # dropped there. Nothing that is read depends on either.
+    positions_BT = jnp.clip(slots_BT - starts_B[:, None], 0, config.max_length - 1)
     # Slots before a sequence's first token are padding, of another segment.
     sees: dict[str, Any] = {
-        "q_positions": slots_1T,
+        "q_positions": slots_BT,
         "q_segments": jnp.ones((len(starts_B), length), jnp.int32),
         "k_segments": jnp.asarray(
             jnp.arange(num_slots)[None] >= starts_B[:, None], jnp.int32
@@ -73,15 +93,16 @@ def decode(model: Any, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, C
     layers = []
     for i, old in enumerate(cache["layers"]):
         block = _block(model, i)
-        x_BTD, new = _run_block(block, x_BTD, rope, sees, at, old)
+        x_BTD, new = _run_block(block, x_BTD, rope, sees, at_B, old)
         layers.append(new)
-    x_BD = model.norm(x_BTD[:, -1])
-    output = model.output_embedding
+    return x_BTD, {"at": at_B + length, "starts": starts_B, "layers": layers}
+
+
+def _logits(model: Any, x: jax.Array) -> jax.Array:
+    """Float32 logits (..., V) of the outputs (..., D) of the last block."""
+    x, output = model.norm(x), model.output_embedding
     output_VD = (model.token_embedding if output is None else output)[...]
-    logits_BV = jnp.einsum(
-        "BD,VD->BV", x_BD, output_VD, preferred_element_type=jnp.float32
-    )
-    return logits_BV, {"at": at + length, "starts": starts_B, "layers": layers}
+    return jnp.einsum("...D,VD->...V", x, output_VD, preferred_element_type=jnp.float32)
 
 
 def _block(model: Any, layer: int) -> Block:
@@ -103,11 +124,11 @@ def _run_block(
     x_BTD: jax.Array,
     rope: Rope | None,
     sees: dict[str, Any],
-    at: jax.Array,
+    at_B: jax.Array,
     cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     hidden_BTD = block.attention_norm(x_BTD)
-    attended_BTD, new = _attend(block.attention, hidden_BTD, rope, sees, at, cache)
+    attended_BTD, new = _attend(block.attention, hidden_BTD, rope, sees, at_B, cache)
     x_BTD = x_BTD + attended_BTD
     hidden_BTD = block.mlp_norm(x_BTD)
     if isinstance(block.mlp, MoE):
@@ -122,7 +143,7 @@ def _attend(
     x_BTD: jax.Array,
     rope: Rope | None,
     sees: dict[str, Any],
-    at: jax.Array,
+    at_B: jax.Array,
     cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     heads = (*x_BTD.shape[:2], -1, layer.head_dim)
@@ -133,8 +154,8 @@ def _attend(
         query_BTNH, key_BTKH = rotate(query_BTNH, rope), rotate(key_BTKH, rope)
     made = {"key": key_BTKH, "value": value_BTKH}
     new = {
-        name: jax.lax.dynamic_update_slice_in_dim(
-            cache[name], part.astype(cache[name].dtype), at, axis=1
+        name: jax.vmap(jax.lax.dynamic_update_slice_in_dim, (0, 0, 0, None))(
+            cache[name], part.astype(cache[name].dtype), at_B, 0
         )
         for name, part in made.items()
     }

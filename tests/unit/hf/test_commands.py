@@ -212,6 +212,7 @@ def test_a_completion_alone_is_on_the_standard_output(model):
         assert ("ended the text at once" in found.stderr) == (not wanted)
     # The tokenizer has a chat template.
     assert run(*asked).stdout == found.stdout
+    assert run(*asked, "--prompt-lookup-num-tokens", 3).stdout == found.stdout
 
 
 @pytest.mark.slow
@@ -381,6 +382,8 @@ def test_settings_beside_the_model_hold_unless_others_are_given(model):
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 7, 0.9)
     assert found.eos_token_ids == (4,)
     assert hf.settings_of(loaded, {"temperature": 0.0}).is_greedy
+    assert hf.lookup_of(loaded, {}) is None
+    assert hf.lookup_of(loaded, {"prompt_lookup_num_tokens": 3}).num_tokens == 3
     (folder / "generation_config.json").write_text('{"num_beams": 4}')
     with pytest.raises(NotImplementedError, match="num_beams = 4"):
         hf.settings_of(loaded, {})

@@ -1,5 +1,7 @@
 """Models of `transformers` write what `transformers` writes, from every tier."""
 
+from functools import partial
+
 import numpy as np
 import optax
 import pytest
@@ -13,7 +15,7 @@ from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import VOCAB, make, on_tier, save, tokens
 from zinf import hf
 from zinf.core.program import Tier
-from zinf.inference import plan
+from zinf.inference import Drafts, plan
 
 PROMPTS = [
     np.random.default_rng(0).integers(3, VOCAB, length) for length in (3, 9, 16, 1)
@@ -34,6 +36,15 @@ def written(reference, prompt):
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
     found = reference.generate(ids, max_new_tokens=COUNT, **options)
     return found[0, len(prompt) :].tolist()
+
+
+def every_third_is_wrong(wanted, numbers, texts):
+    """Guesses of the tokens after each text."""
+    found = []
+    for number, text in zip(numbers, texts, strict=True):
+        places = range(len(text) - len(PROMPTS[number]), COUNT)
+        found.append([3 if i % 3 == 0 else wanted[number][i] for i in places])
+    return found
 
 
 @pytest.mark.slow
@@ -58,6 +69,9 @@ def test_greedy_tokens_are_those_of_transformers_from_every_tier(
             homes = engine.residents.homes
             assert {homes[a] for a in homes if ".0." in a.path} == {tier}
             assert engine.generate(PROMPTS, max_new_tokens=COUNT, rows=4) == wanted
+            drafts = Drafts(3, partial(every_third_is_wrong, wanted))
+            rest = {"max_new_tokens": COUNT, "rows": 4, "drafts": drafts}
+            assert engine.generate(PROMPTS, **rest) == wanted
             for made in engine._programs.made._made.values():
                 if not isinstance(made, plan.Generation):
                     continue

@@ -1,7 +1,5 @@
 """`engine.generate`: text from streamed weights and a cache, between training steps."""
 
-import contextlib
-import logging
 from dataclasses import replace
 
 import jax
@@ -12,47 +10,25 @@ import pytest
 from flax import nnx
 
 import zinf
-from tests.tiers import streamed
+from tests.unit.inference.generating import (
+    BATCH,
+    DRAWN,
+    KEYS,
+    LLAMA,
+    PROMPTS,
+    RNG,
+    SHAPE,
+    counting_compilations,
+    make_engine,
+    on_nvme,
+    programs,
+    used_bytes,
+)
 from tests.unit.refusals import refusals
 from zinf.core.optim.decision import NonFiniteError
 from zinf.core.plan import InfeasibleError, Run
 from zinf.core.program import Role, Tier
 from zinf.inference import Decoder, Scores, choose, fused_run, plan
-from zinf.models import GPT, GPTConfig, next_token_loss
-
-SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)
-LLAMA = {
-    "position": "rope",
-    "norm": "rmsnorm",
-    "activation": "swiglu",
-    "num_kv_heads": 1,
-    "tied_embeddings": False,
-    "use_bias": False,
-}
-DRAWN = {
-    "temperature": 0.9,
-    "top_k": 60,
-    "top_p": 0.95,
-    "min_p": 0.01,
-    "repetition_penalty": 1.2,
-    "eos_token_ids": (5,),
-    "min_new_tokens": 2,
-}
-RNG = np.random.default_rng(0)
-BATCH = {"tokens": RNG.integers(0, 97, (4, 17))}
-PROMPTS = [RNG.integers(0, 97, length) for length in (3, 1, 9, 16)]
-KEYS = jax.random.split(jax.random.key(0), len(PROMPTS))
-
-
-def make_engine(settings=None, **shape):
-    config = GPTConfig(**{**SHAPE.__dict__, **shape})
-    create = lambda: GPT(config, rngs=nnx.Rngs(0))  # noqa: E731
-    tx = optax.sgd(1.0)
-    return zinf.nnx.initialize(next_token_loss, create, tx, settings or {}, batch=BATCH)
-
-
-def on_nvme(folder):
-    return streamed("nvme", folder, segment={}, persistence_threshold=0)
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +74,6 @@ def whole_texts(prompts, found):
     for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         whole[row, : len(prompt) + len(tokens)] = [*prompt, *tokens]
     return whole
-
-
-def used_bytes(engine):
-    """The bytes of each tier that arrays take."""
-    return [engine.stores[tier].ledger.used_bytes for tier in engine.stores.tiers]
-
-
-def programs(engine):
-    """The programs that the engine used last: fused ones, or a prefill and a decode."""
-    return list(engine._programs.made._made.values())[-1]
 
 
 def spied(engine, name):
@@ -296,22 +262,6 @@ def test_later_calls_compile_nothing_and_nothing_grows(name, request):
     with counting_compilations() as compiled:
         assert {str(call(i)) for i in range(20, 50)} == {str(before)}
     assert not compiled
-
-
-@contextlib.contextmanager
-def counting_compilations():
-    """The names of the programs that jax compiles while the body runs."""
-    found = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())
-    handler.addFilter(lambda record: "Compiling" in record.getMessage())
-    logger = logging.getLogger("jax")
-    logger.addHandler(handler)
-    try:
-        with jax.log_compiles():
-            yield found
-    finally:
-        logger.removeHandler(handler)
 
 
 def test_tokens_are_told_as_they_are_made_and_a_text_ends_where_asked(engine):

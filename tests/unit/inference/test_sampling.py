@@ -21,7 +21,7 @@ def drawn(sampling, logits=LOGITS, count=200, number=0, seen=None):
     words = to_words(jax.random.split(jax.random.key(1), count))
     many = jnp.tile(jnp.asarray(logits), (count, 1))
     seen = None if seen is None else jnp.tile(jnp.asarray(seen), (count, 1))
-    numbers = sampling.constants(), jnp.int32(number)
+    numbers = sampling.constants(), jnp.full(count, number)
     tokens = jax.jit(lambda x: sampling.choose(x, *numbers, words, KIND, seen))(many)
     return np.bincount(np.asarray(tokens), minlength=len(logits))
 

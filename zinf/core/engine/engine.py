@@ -56,6 +56,7 @@ from zinf.inference import (
     ROWS,
     Asked,
     Decoder,
+    Drafts,
     Sampling,
     Scored,
     Scores,
@@ -309,6 +310,7 @@ class Engine:
         batch_size: int | None = None,
         on_token: Callable[[int, int], object] | None = None,
         scores: Scores | None = None,
+        drafts: Drafts | None = None,
         **sampling: Any,
     ) -> list[list[int]] | list[Scored]:
         """The tokens that the model writes after each prompt. Takes no step.
@@ -336,6 +338,9 @@ class Engine:
                 returns True, the text ends with this token.
             scores: if given, each text comes as a `Scored`, with log-probabilities of
                 its tokens, entropies, and maybe the likeliest tokens of each place.
+            drafts: guesses of next tokens, such as `zinf.inference.prompt_lookup(4)`. A
+                pass checks all of them, so streamed weights are read less often. The
+                tokens are those without drafts, but for rounding.
             sampling: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `eos_token_ids`
                 and `min_new_tokens`; see `zinf.inference.Sampling`.
 
@@ -357,6 +362,7 @@ class Engine:
                 batch_size=batch_size,
                 on_token=on_token,
                 scores=scores,
+                drafts=drafts,
             )
             how = Sampling(temperature=temperature, **sampling)
             rest = how, asked, key, self._of_params()

@@ -143,8 +143,10 @@ class Programs:
             jax.random.key(0) if key is None else key.reshape(-1)[0],
             self.execution,
             asked.scores,
+            0 if asked.drafts is None else asked.drafts.num_tokens,
         )
-        how = sampling.steps, str(planner.key.dtype), asked.scores
+        kind = str(planner.key.dtype)
+        how = sampling.steps, kind, asked.scores, planner.num_guesses
         same = SameFunction(decoder.apply), *how
         self.runners.flush()
         return complete(
