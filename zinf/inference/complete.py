@@ -30,7 +30,7 @@ class Asked:
         rows: sequences of a microbatch, which run as one array. With fewer prompts the
             other rows are filled. The tokens of a sequence depend on `rows` within
             rounding, and not on the number of prompts.
-        batch_size: the most sequences that are completed together; None: as many as
+        batch_size: the most sequences that are streamed together; None: as many as
             the budgets allow.
         drafts: guesses of next tokens; None for none.
     """
@@ -112,13 +112,10 @@ def _written(
     for part, group in groups.items():
         make = partial(make_generation, planner, part.shape)
         made: AbstractGeneration = kept(part.shape, make)
-        how = planner.sampling, part, asked.on_token, asked.drafts
-        job = Job(*how, stores, current)
-        size = made.most(min(len(group), asked.batch_size or len(group)), kept)
-        for first in range(0, len(group), size):
-            texts = made.write(group[first : first + size], job, kept)
-            found |= texts.made
-            open_numbers |= texts.open
+        how = planner.sampling, part, asked.on_token, asked.drafts, asked.batch_size
+        texts = made.write(group, Job(*how, stores, current), kept)
+        found |= texts.made
+        open_numbers |= texts.open
     return found, open_numbers
 
 

@@ -33,7 +33,14 @@ from zinf.core.sharding.mesh import replicated
 from zinf.core.step.choice import FUSED, in_short
 from zinf.core.topology import compile_for, memory
 from zinf.inference.decoder import checked_apply
-from zinf.inference.plan import NAME, GenerationPlanner, Shape
+from zinf.inference.plan import (
+    NAME,
+    NO_AXIS,
+    GenerationPlanner,
+    Shape,
+    along,
+    row_axes,
+)
 
 # Prompts are read in blocks of about so many tokens, however many sequences share them.
 BLOCK_TOKENS = 256
@@ -182,9 +189,7 @@ class Functions:
             if axis == NO_AXIS:
                 return new
             taken = jnp.take(new, rows_B, axis=axis)
-            shape = [1] * old.ndim
-            shape[axis] = -1
-            return jnp.where(is_of_B.reshape(shape), taken, old)
+            return jnp.where(along(is_of_B, axis, old.ndim), taken, old)
 
         return jax.tree.map(put, arrays, block, self.axes)
 
@@ -282,15 +287,8 @@ class Functions:
 
         `NO_AXIS` for those that are the same for all sequences.
         """
-        rows = self.shape.rows
-        specs = (self._arrays(replace(self.shape, rows=n)) for n in (rows, rows + 1))
-
-        def axis(spec: Any, larger: Any) -> int:
-            pairs = zip(spec.shape, larger.shape, strict=True)
-            differ = [i for i, (a, b) in enumerate(pairs) if a != b]
-            return differ[0] if differ else NO_AXIS
-
-        return jax.tree.map(axis, *specs)
+        larger = replace(self.shape, rows=self.shape.rows + 1)
+        return row_axes(self._arrays(self.shape), self._arrays(larger))
 
     def compiled(self) -> FusedPrograms:
         weights = [self._weight_spec(array) for array in self.weights]
@@ -417,9 +415,6 @@ class Functions:
             nbytes = show_bytes(self._copied_bytes)
             why += f" {nbytes} of weights that rest on {tiers} are copied there first."
         return replace(plan, home_bytes=resting, peak_bytes=peaks, why=why)
-
-
-NO_AXIS = -1
 
 
 def _joined(parts: Sequence[Any]) -> Any:

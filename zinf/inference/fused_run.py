@@ -38,10 +38,6 @@ class FusedGeneration(AbstractGeneration):
     def why(self) -> str:
         return self.programs.plan.why
 
-    def most(self, count: int, kept: Kept) -> int:
-        """All: one microbatch is on the device at a time."""
-        return count
-
     def write(self, requests: Sequence[Request], job: Job, kept: Kept) -> Texts:
         ledger = job.stores[Tier.DEVICE].ledger
         workspace = self.programs.workspace_bytes

@@ -1,15 +1,23 @@
-"""Streamed generation: a prefill, then a decode a token, between steps of training."""
+"""Streamed generation: a prefill of the sequences that join, then a decode a token.
 
-from collections.abc import Iterator, Mapping, Sequence
+Sequences have rows of microbatches. One that ends leaves its row, and a waiting one
+joins there, beside those that run (Orca, OSDI 2022, section 3.1). A prompt that several
+sequences have is read in one row, and its cache is copied to the rows of the others.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
-from zinf.core.memory import Stores
+from zinf.core.memory import Stores, to_host
 from zinf.core.plan import cache
-from zinf.core.program import ArraySpec
+from zinf.core.program import ArraySpec, Tier
+from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.forward import Forward
 from zinf.core.step.run.passes import Passes
 from zinf.core.step.run.run import StepRecord, Work
@@ -17,15 +25,13 @@ from zinf.inference.generation import (
     AbstractGeneration,
     Job,
     Kept,
-    filled,
     padded,
     seen,
     starts,
 )
 from zinf.inference.plan import (
-    CACHE,
     COUNT,
-    SEEN,
+    NO_AXIS,
     Generation,
     GenerationPlanner,
     Shape,
@@ -55,12 +61,14 @@ class StreamedGeneration(AbstractGeneration):
     def why(self) -> str:
         return self.reason
 
-    def most(self, count: int, kept: Kept) -> int:
-        num_microbatches = self._fitting(count, kept).prefill.num_microbatches
-        return min(count, self.shape.rows * num_microbatches)
-
     def write(self, requests: Sequence[Request], job: Job, kept: Kept) -> Texts:
-        run = _Run(self._fitting(len(requests), kept), requests, job)
+        most = len(requests) if job.batch_size is None else job.batch_size
+        count = min(len(requests), most)
+        wanted = -(-count // self.shape.rows)
+        make = partial(self.planner.most, self.one, wanted)
+        planned = kept((self.shape, wanted), make)
+        count = min(count, self.shape.rows * planned.num_microbatches)
+        run = _Run(self.planner, planned, requests, count, job)
         job.current.leave()
         try:
             run.fill_caches()
@@ -70,118 +78,290 @@ class StreamedGeneration(AbstractGeneration):
             job.current.enter()
         return run.texts
 
-    def _fitting(self, count: int, kept: Kept) -> Generation:
-        """The programs for as many microbatches as fit, up to those of `count`."""
-        wanted = -(-count // self.shape.rows)
-        make = partial(self.planner.most, self.one, wanted)
-        return kept((self.shape, wanted), make)
-
 
 class _Run:
-    def __init__(self, planned: Generation, requests: Sequence[Request], job: Job):
-        self.planned, self.requests, self.job = planned, requests, job
+    """Writes sequences of one shape.
+
+    Attributes:
+        rows: the sequence in each row, microbatch after microbatch; None: none is.
+        waiting: sequences without a row. Equal prompts are neighbours.
+        num_idle: rows without a sequence, summed over the passes since the last one
+            that read prompts.
+    """
+
+    def __init__(
+        self,
+        planner: GenerationPlanner,
+        planned: Generation,
+        requests: Sequence[Request],
+        count: int,
+        job: Job,
+    ):
+        self.planner, self.planned, self.job = planner, planned, job
         self.stores, self.texts = job.stores, job.texts(requests)
-        self.homes = planned.prefill.cache_homes
-        self.caches = set(planned.prefill.segmented.program.caches)
-        count, rows = planned.prefill.num_microbatches, planned.shape.rows
+        self.homes = planned.decode.cache_homes
+        self.caches = set(planned.decode.segmented.program.caches)
         # Leaves of the cache that no segment can overwrite, by microbatch and name.
-        self.passed: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
-        whole = filled(requests, count * rows)
-        self.batches = [whole[m * rows : (m + 1) * rows] for m in range(count)]
+        self.passed: list[dict[str, np.ndarray]] = [
+            {} for _ in range(planned.num_microbatches)
+        ]
+        self.rows: list[Request | None] = [None] * count
+        by_prompt: dict[bytes, list[Request]] = {}
+        for request in requests:
+            by_prompt.setdefault(request.tokens.tobytes(), []).append(request)
+        self.waiting = deque(r for equal in by_prompt.values() for r in equal)
+        self.num_idle = 0
 
     def fill_caches(self) -> None:
-        for m, batch in enumerate(self.batches):
-            for name, content in self.initial(batch):
-                array = cache(name, m)
+        """Take the memory of the caches; a prefill writes what is read of them."""
+        for m, passed in enumerate(self.passed):
+            for name in self.planned.axes:
+                spec = self.spec(name)
+                zeros = np.zeros(spec.shape, jax.numpy.dtype(spec.dtype))
                 if name in self.caches:
-                    # A copy: the programs overwrite it.
-                    home = self.stores[self.homes[array]]
-                    home.write(array, np.array(content)).result()
+                    self.home(name).write(cache(name, m), zeros).result()
                 else:
-                    self.passed[m][name] = np.array(content)
-
-    def initial(self, batch: Sequence[Request]) -> Iterator[tuple[str, Any]]:
-        """The leaves of the cache before the first token, one after another."""
-        made = self.planned.first(starts(batch, self.planned.shape.prompt))
-        for path, content in made:
-            yield CACHE + path, content
-        if self.job.sampling.penalizes:
-            yield CACHE + SEEN, seen(batch, self.spec(CACHE + SEEN).shape[1])
-
-    def spec(self, name: str) -> ArraySpec:
-        return self.planned.prefill.segmented.program.values[name]
+                    passed[name] = zeros
 
     def free_caches(self) -> None:
         for array, tier in self.homes.items():
             if self.stores[tier].contains(array):
                 self.stores[tier].free(array)
 
+    def spec(self, name: str) -> ArraySpec:
+        return self.planned.decode.segmented.program.values[name]
+
+    def home(self, name: str) -> Any:
+        """The store of a leaf of the caches."""
+        return self.stores[self.homes[cache(name, 0)]]
+
     def generate(self) -> None:
-        prompts = [padded(batch, self.planned.shape.prompt) for batch in self.batches]
-        with _Program(self.planned.prefill, self.stores) as program:
-            self.next_tokens(program, prompts)
-        with _Program(self.planned.decode, self.stores) as program:
-            while any(map(self.goes_on, self.requests)):
-                self.next_tokens(program, self.known_tokens())
+        while self.waiting or self.running():
+            if self.is_time_to_join():
+                self.join()
+            with _Program(self.planned.decode, self.stores) as program:
+                while self.running() and not self.is_time_to_join():
+                    self.next_tokens(program)
 
     def number(self, request: Request) -> int:
         """The number of the next new token of a sequence."""
         return self.job.part.first + len(self.texts.made[request.number].tokens)
 
-    def goes_on(self, request: Request) -> bool:
-        is_open = request.number in self.texts.open
-        return is_open and self.number(request) < self.job.part.end
+    def goes_on(self, request: Request | None) -> bool:
+        if request is None or request.number not in self.texts.open:
+            return False
+        return self.number(request) < self.job.part.end
 
-    def known_tokens(self) -> list[np.ndarray]:
-        """The last token of each sequence and the guesses after it, (B, S) each."""
-        last = [[self.texts.made[r.number].tokens[-1]] for r in self.requests]
-        known = np.asarray(last, np.int32)
-        if (drafts := self.job.drafts) is not None:
-            going = [i for i, r in enumerate(self.requests) if self.goes_on(r)]
-            numbers = [self.requests[i].number for i in going]
-            texts = [self.text(self.requests[i]) for i in going]
-            guesses = np.repeat(known, drafts.num_tokens, axis=1)
-            vocab_size = self.planned.vocab_size
-            assert vocab_size is not None
-            guesses[going] = drafts.guesses(numbers, texts, vocab_size)
-            known = np.concatenate([known, guesses], axis=1)
-        absent = sum(map(len, self.batches)) - len(known)
-        return np.split(np.pad(known, ((0, absent), (0, 0))), len(self.batches))
+    def running(self) -> list[int]:
+        """The rows whose sequences go on."""
+        return [row for row, request in enumerate(self.rows) if self.goes_on(request)]
 
-    def text(self, request: Request) -> np.ndarray:
-        """A prompt with what was written after it."""
-        new = np.asarray(self.texts.made[request.number].tokens, np.int32)
-        return np.concatenate([request.tokens, new])
+    # Prompts.
 
-    def next_tokens(self, program: "_Program", tokens: Sequence[np.ndarray]) -> None:
-        """Read tokens (B, S) of each microbatch, and note what comes next."""
-        numbers = self.job.sampling.constants()
+    def is_time_to_join(self) -> bool:
+        """Whether waiting prompts are read now, rather than after another token.
+
+        A pass that reads prompts costs each running sequence a token. It is worth that
+        as soon as as many tokens were lost by rows without a sequence.
+        """
+        count = len(self.running())
+        if not self.waiting or count == len(self.rows):
+            return False
+        return not count or (self.planned.can_join and self.num_idle >= count)
+
+    def join(self) -> None:
+        """Read prompts of waiting sequences into the rows that are free."""
+        is_taken = set(self.running())
+        free = [row for row in range(len(self.rows)) if row not in is_taken]
+        joining = [self.waiting.popleft() for _ in free[: len(self.waiting)]]
+        first_of: dict[bytes, Request] = {}
+        if self.can_copy():
+            for request in joining:
+                first_of.setdefault(request.tokens.tobytes(), request)
+        read = list(first_of.values()) or joining
+        numbers = {request.number for request in read}
+        others = [r for r in joining if r.number not in numbers]
+        # Prompts that are read come first, so few microbatches have some.
+        row_of = dict(zip((r.number for r in (*read, *others)), free, strict=False))
+        for request in joining:
+            self.rows[row_of[request.number]] = request
+        logits = self.read_prompts({row_of[r.number]: r for r in read})
+        sources = {
+            row_of[r.number]: row_of[first_of[r.tokens.tobytes()].number]
+            for r in others
+        }
+        if sources:
+            self.copy_rows(sources)
+        self.draw_first({row: logits[sources.get(row, row)] for row in row_of.values()})
+        self.num_idle = 0
+
+    def read_prompts(self, requests: Mapping[int, Request]) -> dict[int, np.ndarray]:
+        """The logits (V,) after each prompt, by row. The caches of other rows stay."""
+        shape = self.planned.shape
+        count = 1 + max(requests) // shape.rows
+        forward = self.planner.prefix(self.planned, count)
         inputs = []
-        for m, batch in enumerate(self.batches):
-            leaves = {f"batch/numbers/{n}": np.asarray(x) for n, x in numbers.items()}
-            next_numbers = [self.number(request) for request in batch]
-            leaves["batch/num_tokens"] = np.asarray(next_numbers, np.int32)
-            leaves["batch/words"] = np.stack([r.words for r in batch])
-            leaves["batch/tokens"] = tokens[m]
+        for m in range(forward.num_microbatches):
+            # What rows read that do not join is dropped.
+            some = next(iter(requests.values()))
+            whole = [requests.get(row, some) for row in self.of_microbatch(m)]
+            leaves = {
+                "batch/tokens": padded(whole, shape.prompt),
+                "batch/starts": starts(whole, shape.prompt),
+                "batch/joins": np.isin(self.of_microbatch(m), list(requests)),
+            }
             inputs.append(leaves | self.passed[m])
-        outputs = program.run(inputs)
-        passed = [n for n in self.planned.names if n not in self.caches]
-        num_results = len(self.planned.results)
+        with _Program(forward, self.stores) as program:
+            outputs = self.take_caches(program.run(inputs), 1)
+        rows = shape.rows
+        return {row: outputs[row // rows][0][row % rows] for row in requests}
+
+    def of_microbatch(self, m: int) -> range:
         rows = self.planned.shape.rows
+        return range(m * rows, (m + 1) * rows)
+
+    def can_copy(self) -> bool:
+        """Whether the host has room for a leaf of the caches of all microbatches."""
+        room = self.planner.planner.capacity()[Tier.HOST]
+        held = self.planned.decode.plan.home_bytes[Tier.HOST]
+        return self.copied_bytes() <= room - held
+
+    def copied_bytes(self) -> int:
+        return (1 + self.planned.num_microbatches) * self.planned.leaf_bytes()
+
+    def copy_rows(self, sources: Mapping[int, int]) -> None:
+        """Give rows the caches of other rows."""
+        nbytes, ledger = self.copied_bytes(), self.stores.host.ledger
+        ledger.reserve(nbytes, "a leaf of the caches of all microbatches")
+        try:
+            for name, axis in self.planned.axes.items():
+                self.copy_leaf(name, axis, sources)
+        finally:
+            ledger.release(nbytes)
+
+    def copy_leaf(self, name: str, axis: int, sources: Mapping[int, int]) -> None:
+        num_rows = self.planned.shape.rows
+        # No row is read after it was written: a source is never written.
+        read = {row // num_rows for row in sources.values()}
+        contents = {m: self.content(name, m) for m in read}
+        for m in sorted({row // num_rows for row in sources}):
+            content = contents.get(m)
+            content = self.content(name, m) if content is None else content
+            for row in self.of_microbatch(m):
+                if row not in sources:
+                    continue
+                number, place = divmod(sources[row], num_rows)
+                if axis == NO_AXIS:
+                    content[...] = contents[number]
+                else:
+                    of = np.moveaxis(contents[number], axis, 0)
+                    np.moveaxis(content, axis, 0)[row % num_rows] = of[place]
+            self.replace(name, m, content)
+
+    def content(self, name: str, m: int) -> np.ndarray:
+        """A copy of a leaf of the cache of a microbatch."""
+        if name not in self.caches:
+            return np.array(self.passed[m][name])
+        found = self.home(name).read(cache(name, m)).result()
+        return to_host(found)[0] if isinstance(found, jax.Array) else np.array(found)
+
+    def replace(self, name: str, m: int, content: np.ndarray) -> None:
+        if name in self.caches:
+            self.home(name).write(cache(name, m), content).result()
+        else:
+            self.passed[m][name] = content
+
+    def draw_first(self, logits: Mapping[int, np.ndarray]) -> None:
+        """Draw the first token of the sequences in some rows."""
+        rows, sampling = self.planned.shape.rows, self.job.sampling
+        order = sorted(logits)
+        for some in (order[i : i + rows] for i in range(0, len(order), rows)):
+            # What is drawn for the repeated ones is dropped.
+            places = [*some, *[some[0]] * (rows - len(some))]
+            whole = [self.request(row) for row in places]
+            logits_BV = np.stack([logits[row] for row in places])
+            before = None
+            if sampling.penalizes:
+                before = seen(whole, logits_BV.shape[1])
+            numbers = np.asarray([self.number(r) for r in whole], np.int32)
+            words = np.stack([r.words for r in whole])
+            with jax.default_device(first_cpu()):
+                given = logits_BV, sampling.constants(), numbers, words, before
+                results, _ = self.planned.draw(*given)
+            results = {name: np.asarray(x)[:, None] for name, x in results.items()}
+            results[COUNT] = np.ones(rows, np.int32)
+            self.take(enumerate(whole[: len(some)]), results)
+
+    def request(self, row: int) -> Request:
+        request = self.rows[row]
+        assert request is not None
+        return request
+
+    # Tokens after prompts.
+
+    def next_tokens(self, program: "_Program") -> None:
+        """Read the last tokens of the running sequences, and note what comes next."""
+        running, numbers = self.running(), self.job.sampling.constants()
+        known = self.known_tokens(running)
+        num_rows = self.planned.num_microbatches * self.planned.shape.rows
+        shape = (num_rows, *next(iter(known.values())).shape)
+        tokens, num_tokens = np.zeros(shape, np.int32), np.zeros(num_rows, np.int32)
+        some_words = self.request(running[0]).words
+        words = np.zeros((num_rows, *some_words.shape), some_words.dtype)
+        for row in running:
+            request = self.request(row)
+            tokens[row], words[row] = known[row], request.words
+            num_tokens[row] = self.number(request)
+        inputs = []
+        for m, passed in enumerate(self.passed):
+            own = self.of_microbatch(m)
+            leaves = {f"batch/numbers/{n}": np.asarray(x) for n, x in numbers.items()}
+            leaves["batch/num_tokens"] = num_tokens[own.start : own.stop]
+            leaves["batch/words"] = words[own.start : own.stop]
+            leaves["batch/tokens"] = tokens[own.start : own.stop]
+            inputs.append(leaves | passed)
+        outputs = self.take_caches(program.run(inputs), len(self.planned.results))
         for m, arrays in enumerate(outputs):
-            told = zip(self.planned.results, arrays[:num_results], strict=True)
-            self.passed[m] = dict(zip(passed, arrays[num_results:], strict=True))
-            self.take(self.requests[m * rows : (m + 1) * rows], dict(told))
+            results = dict(zip(self.planned.results, arrays, strict=True))
+            own = (row for row in running if row in self.of_microbatch(m))
+            rows = self.planned.shape.rows
+            self.take(((row % rows, self.request(row)) for row in own), results)
+        self.num_idle += len(self.rows) - len(running)
+
+    def known_tokens(self, running: Sequence[int]) -> dict[int, np.ndarray]:
+        """The last token of each running sequence and the guesses after it, by row."""
+        texts = []
+        for request in map(self.request, running):
+            new = np.asarray(self.texts.made[request.number].tokens, np.int32)
+            texts.append(np.concatenate([request.tokens, new]))
+        known = np.asarray([text[-1:] for text in texts])
+        if (drafts := self.job.drafts) is not None:
+            numbers = [self.request(row).number for row in running]
+            guesses = drafts.guesses(numbers, texts, self.planned.vocab_size)
+            known = np.concatenate([known, guesses], axis=1)
+        return dict(zip(running, known, strict=True))
+
+    def take_caches(
+        self, outputs: Sequence[Sequence[np.ndarray]], num_results: int
+    ) -> list[Sequence[np.ndarray]]:
+        """The results of each microbatch; leaves that passed through are kept."""
+        names = [name for name in self.planned.axes if name not in self.caches]
+        for m, arrays in enumerate(outputs):
+            self.passed[m] = dict(zip(names, arrays[num_results:], strict=True))
+        return [arrays[:num_results] for arrays in outputs]
 
     def take(
-        self, requests: Sequence[Request], results: Mapping[str, np.ndarray]
+        self,
+        requests: Iterable[tuple[int, Request]],
+        results: Mapping[str, np.ndarray],
     ) -> None:
-        """Note the next tokens of a microbatch, place by place."""
-        counts, results = results[COUNT], {k: results[k] for k in results if k != COUNT}
+        """Note the next tokens of sequences, each with its row of the results."""
+        counts, requests = results[COUNT], list(requests)
+        told = {name: values for name, values in results.items() if name != COUNT}
         for place in range(results["token"].shape[1]):
-            for row, request in enumerate(requests):
+            for row, request in requests:
                 if place < counts[row] and self.goes_on(request):
-                    own = {name: values[row, place] for name, values in results.items()}
+                    own = {name: values[row, place] for name, values in told.items()}
                     self.texts.add(request.number, own, self.number(request))
 
 

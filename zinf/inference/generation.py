@@ -26,6 +26,7 @@ class Job:
         part: which tokens of the sequences.
         on_token: see `Texts`; None for nothing.
         drafts: guesses of next tokens; None for none.
+        batch_size: the most sequences that are written together; None: as many as fit.
         stores: of the engine.
         current: the runner that the arrays at rest belong to. No deferred update may be
             pending.
@@ -35,6 +36,7 @@ class Job:
     part: Part
     on_token: OnToken | None
     drafts: Drafts | None
+    batch_size: int | None
     stores: Stores
     current: AbstractRunner
 
@@ -53,12 +55,8 @@ class AbstractGeneration(ABC):
         """Why the programs are of this kind: a sentence."""
 
     @abstractmethod
-    def most(self, count: int, kept: Kept) -> int:
-        """As many of `count` sequences as the budgets let it complete together."""
-
-    @abstractmethod
     def write(self, requests: Sequence[Request], job: Job, kept: Kept) -> Texts:
-        """Write the tokens of `job.part` of at most `most` requests.
+        """Write the tokens of `job.part` of all requests.
 
         Raises:
             NonFiniteError: the logits of a sequence are not finite.

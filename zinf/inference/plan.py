@@ -1,14 +1,15 @@
 """Plans prefill and decode: two programs over one cache.
 
-Prefill reads the prompts, and decode one token of each sequence. Both run all sequences
-through a segment before the next segment starts, in microbatches of `rows`, so weights
-cross each link once a token however many sequences there are (FlexGen,
-arXiv:2303.06865, section 4.1; ZeRO-Inference, arXiv:2207.00032, section 6).
+Prefill reads the prompts of some rows and leaves the others as they are, and decode
+reads one token of each sequence, or a few. Both run all sequences through a segment
+before the next segment starts, in microbatches of `rows`, so weights cross each link
+once a token however many sequences there are (FlexGen, arXiv:2303.06865, section 4.1;
+ZeRO-Inference, arXiv:2207.00032, section 6).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,10 +18,8 @@ import numpy as np
 
 from zinf.core.jaxpr.keys import in_words
 from zinf.core.plan import InfeasibleError
-from zinf.core.problem.leafwise import Leafwise
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier, open_tiers
 from zinf.core.segment import Function, named_leaves
-from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.arrays import array_specs
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.planner import Planner
@@ -32,6 +31,7 @@ from zinf.inference.scores import Scores
 NAME = "the decoder"
 NEEDED = "is_finite", "token"  # Results of drawing that are always there.
 COUNT = "count"
+NO_AXIS = -1
 CACHE = "batch/cache/"
 MODEL, SEEN = "model", "seen"
 
@@ -55,22 +55,66 @@ class Generation:
     """The two programs for one shape.
 
     Attributes:
-        names: the leaves of the cache in flattened order, as the programs name them.
-        results: what the programs return beside them, in flattened order: what `draw`
-            gives at each place, (B, places, ...), and "count" (B,), the first places of
-            a sequence that are right. A prefill has one place.
-        vocab_size: the words of the model; None if nobody asks.
-        first: makes the cache before the first token, leaf by leaf on the host, given
-            the first slot of each sequence.
+        axes: the leaves of the cache in flattened order, as the programs name them,
+            each with its dim that has a sequence for each index, or `NO_AXIS`.
+        results: what decode returns beside them, in flattened order: what `draw` gives
+            at each place, (B, places, ...), and "count" (B,), the first places of a
+            sequence that are right. A prefill returns logits, float32 (B, V).
+        draw: see `GenerationPlanner.draw`; compiled for the host.
+        prefixes: see `GenerationPlanner.prefix`, by the number of microbatches.
     """
 
     shape: Shape
     prefill: Forward
     decode: Forward
-    names: tuple[str, ...]
+    axes: Mapping[str, int]
     results: tuple[str, ...]
-    vocab_size: int | None
-    first: Leafwise
+    draw: Callable
+    prefixes: dict[int, Forward]
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.decode.num_microbatches
+
+    @property
+    def can_join(self) -> bool:
+        """Whether each sequence may be at another place than the others."""
+        return NO_AXIS not in self.axes.values()
+
+    @property
+    def vocab_size(self) -> int:
+        program = self.prefill.segmented.program
+        return program.values[program.outputs[0]].shape[-1]
+
+    def leaf_bytes(self) -> int:
+        """The bytes of the largest leaf of the cache of a microbatch."""
+        values = self.decode.segmented.program.values
+        return max(values[name].nbytes for name in self.axes)
+
+
+def row_axes(specs: Any, of_one_more: Any) -> Any:
+    """The dim of each array that has a sequence for each index.
+
+    `NO_AXIS` for arrays that are the same for all sequences.
+
+    Args:
+        specs: shapes for some number of sequences.
+        of_one_more: shapes for one more.
+    """
+
+    def axis(spec: Any, larger: Any) -> int:
+        pairs = zip(spec.shape, larger.shape, strict=True)
+        differ = [i for i, (a, b) in enumerate(pairs) if a != b]
+        return differ[0] if differ else NO_AXIS
+
+    return jax.tree.map(axis, specs, of_one_more)
+
+
+def along(flags: jax.Array, axis: int, ndim: int) -> jax.Array:
+    """A flag of each sequence, (B,), with the dims of an array."""
+    shape = [1] * ndim
+    shape[axis] = -1
+    return flags.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -140,19 +184,21 @@ class GenerationPlanner:
             ValueError: the decoder returned something else than a decoder must.
         """
         only, tiers = None, self.tiers
-        prompts = self._batch(shape, shape.prompt)
-        tokens = self._batch(shape, 1 + self.num_guesses)
+        axes = self.cache_axes(shape)
+        prompts, tokens = self._prompts(shape), self._tokens(shape)
+        read = partial(self._read, axes=axes, length=shape.length)
         step = self._check if self.num_guesses else self._step
         while True:
-            prefill, names = self._plan(self._step, prompts, only, tiers)
+            prefill = self._plan(read, prompts, 1, only, tiers)
             caches = set(prefill.segmented.program.caches)
             rest = caches, self._tiers_from(prefill)
-            decode, _ = self._plan(step, tokens, *rest)
+            decode = self._plan(step, tokens, len(self.results), *rest)
             if decode.cache_homes == prefill.cache_homes:
-                first = self._first_cache(shape)
-                words = self._vocab_size(tokens) if self.num_guesses else None
-                how = names, self.results, words, first
-                return Generation(shape, prefill, decode, *how)
+                names = {
+                    CACHE + path: axis for path, axis in named_leaves(axes).items()
+                }
+                how = names, self.results, jax.jit(self.draw)
+                return Generation(shape, prefill, decode, *how, {1: prefill})
             # A leaf that only one of them can overwrite is passed by both.
             only = caches.intersection(decode.segmented.program.caches)
             tiers = self._tiers_from(decode)
@@ -169,8 +215,24 @@ class GenerationPlanner:
             tiers = self._tiers_from(prefill)
             decode = self._again(made.decode, num_microbatches, tiers)
             if decode.cache_homes == prefill.cache_homes:
-                return replace(made, prefill=prefill, decode=decode)
+                prefixes = {num_microbatches: prefill}
+                return replace(made, prefill=prefill, decode=decode, prefixes=prefixes)
             tiers = self._tiers_from(decode)
+
+    def prefix(self, made: Generation, num_microbatches: int) -> Forward:
+        """The prefill of the first microbatches, while the caches of all rest."""
+        if num_microbatches not in made.prefixes:
+            homes = set(made.prefill.cache_homes.values())
+            made.prefixes[num_microbatches] = plan_again(
+                self.planner,
+                made.prefill,
+                NAME,
+                self.at_rest,
+                num_microbatches=num_microbatches,
+                cache_tiers=tuple(homes) or self.tiers[:1],
+                num_cached=made.num_microbatches,
+            )
+        return made.prefixes[num_microbatches]
 
     def most(self, made: Generation, wanted: int) -> Generation:
         """As many microbatches as fit, up to `wanted`."""
@@ -202,41 +264,72 @@ class GenerationPlanner:
         self,
         step: Callable,
         batch: Any,
+        num_results: int,
         only: Collection[str] | None,
         tiers: Sequence[Tier],
-    ) -> tuple[Forward, tuple[str, ...]]:
+    ) -> Forward:
         function = Function(NAME, self.bound(step))
         names = [CACHE + path for path in named_leaves(batch["cache"])]
-        num_results = len(self.results)
         outputs = {
             name: num_results + i
             for i, name in enumerate(names)
             if only is None or name in only
         }
-        forward = plan_forward(
+        return plan_forward(
             self.planner,
             function,
             batch,
             self.at_rest,
             caches=Cached(outputs, tuple(tiers)),
         )
-        return forward, tuple(names)
+
+    def _read(self, *arguments: Any, axes: Any, length: int) -> tuple[Any, Any]:
+        """`(params[, model_state], batch) -> (logits, new cache)` of prompts.
+
+        Rows that do not join keep their cache; their logits mean nothing.
+
+        Args:
+            axes: see `cache_axes`.
+            length: slots of the cache.
+        """
+        *trees, batch = arguments
+        tokens_BS, starts_B, joins_B = (batch[n] for n in ("tokens", "starts", "joins"))
+        old = batch["cache"]
+        fresh = self.decoder.init_cache(starts_B, length)
+        logits_BV, model = checked_apply(self.decoder, *trees, tokens_BS, fresh)
+        new = {MODEL: model}
+        if SEEN in old:
+            is_token = jnp.arange(tokens_BS.shape[1])[None] >= starts_B[:, None]
+            rows = jnp.arange(len(tokens_BS))[:, None]
+            none = jnp.zeros(old[SEEN].shape, np.bool_)
+            new[SEEN] = none.at[rows, tokens_BS].max(is_token)
+
+        def joined(old: Any, new: Any, axis: int) -> Any:
+            if axis == NO_AXIS:
+                return new
+            return jnp.where(along(joins_B, axis, old.ndim), new, old)
+
+        return logits_BV, jax.tree.map(joined, old, new, axes)
 
     def _step(self, *arguments: Any) -> tuple[Any, Any]:
         """`(params[, model_state], batch) -> (results, new cache)`; see `draw`."""
         *trees, batch = arguments
         cache, tokens = batch["cache"], batch["tokens"]
         logits, model = checked_apply(self.decoder, *trees, tokens, cache[MODEL])
-        found, seen = self.draw(
+        new = {MODEL: model}
+        if SEEN in cache:
+            rows = jnp.arange(len(tokens))
+            new[SEEN] = cache[SEEN].at[rows, tokens[:, 0]].set(True)
+        found, _ = self.draw(
             logits,
             batch["numbers"],
             batch["num_tokens"],
             batch["words"],
-            cache.get(SEEN),
+            new.get(SEEN),
         )
         found = {name: x[:, None] for name, x in found.items()}
         found[COUNT] = jnp.ones(len(tokens), jnp.int32)
-        return found, {MODEL: model} | ({} if seen is None else {SEEN: seen})
+        return found, new
 
     def _check(self, *arguments: Any) -> tuple[Any, Any]:
         """As `_step`, for the last token of each sequence and the guesses after it.
@@ -251,17 +344,17 @@ class GenerationPlanner:
         numbers_BS = batch["num_tokens"][:, None] + jnp.arange(num_places)[None]
         seen = cache.get(SEEN)
         if seen is not None:
-            # At each place, those of the guesses before it too.
-            is_guess = jax.nn.one_hot(tokens_BS, seen.shape[1], dtype=jnp.int32)
-            is_before = jnp.cumsum(is_guess.at[:, 0].set(0), axis=1) > 0
-            seen = jnp.logical_or(seen[:, None], is_before)
+            # At each place, the tokens up to it.
+            is_read = jax.nn.one_hot(tokens_BS, seen.shape[1], dtype=jnp.int32)
+            is_read = jnp.cumsum(is_read, axis=1) > 0
+            seen = jnp.logical_or(seen[:, None], is_read)
 
         def draw(logits: Any, numbers: Any, seen: Any) -> Any:
             rest = batch["words"], seen
-            return self.draw(logits, batch["numbers"], numbers, *rest)
+            return self.draw(logits, batch["numbers"], numbers, *rest)[0]
 
         axes = 1, 1, None if seen is None else 1
-        found, seen = jax.vmap(draw, axes, 1)(logits_BSV, numbers_BS, seen)
+        found = jax.vmap(draw, axes, 1)(logits_BSV, numbers_BS, seen)
         is_right = found["token"][:, :-1] == tokens_BS[:, 1:]
         count = 1 + jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(axis=1)
         found[COUNT] = count
@@ -299,45 +392,64 @@ class GenerationPlanner:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The results of both programs, as `jax.tree` sorts them."""
+        """The results of decode, as `jax.tree` sorts them."""
         scores = () if self.scores is None else self.scores.names
         return tuple(sorted((*NEEDED, COUNT, *scores)))
 
-    def _batch(self, shape: Shape, num_tokens: int) -> Any:
-        """Shapes and dtypes of one microbatch."""
-        words = in_words(self.key).shape[-1]
-        tokens = jax.ShapeDtypeStruct((shape.rows, num_tokens), np.int32)
-        cache = {MODEL: self._cache(shape)}
-        batch = {
-            "tokens": tokens,
-            "cache": cache,
-            "numbers": jax.eval_shape(self.sampling.constants),
-            "num_tokens": jax.ShapeDtypeStruct((shape.rows,), np.int32),
-            "words": jax.ShapeDtypeStruct((shape.rows, words), np.uint32),
+    def _prompts(self, shape: Shape) -> Any:
+        """Shapes and dtypes of a microbatch of prompts.
+
+        Prompts are padded on the left to slot `starts`; `joins` says whose rows are
+        read.
+        """
+        return {
+            "tokens": jax.ShapeDtypeStruct((shape.rows, shape.prompt), np.int32),
+            "starts": shape.starts,
+            "joins": jax.ShapeDtypeStruct((shape.rows,), np.bool_),
+            "cache": self._cache(shape),
         }
-        if self.sampling.penalizes:
-            cache[SEEN] = jax.ShapeDtypeStruct(
-                (shape.rows, self._vocab_size(batch)), np.bool_
-            )
-        return batch
+
+    def _tokens(self, shape: Shape) -> Any:
+        """Shapes and dtypes of a microbatch of tokens after prompts.
+
+        `num_tokens` are the new tokens that each sequence has, and `words` its key.
+        """
+        rows, words = shape.rows, in_words(self.key).shape[-1]
+        return {
+            "tokens": jax.ShapeDtypeStruct((rows, 1 + self.num_guesses), np.int32),
+            "cache": self._cache(shape),
+            "numbers": jax.eval_shape(self.sampling.constants),
+            "num_tokens": jax.ShapeDtypeStruct((rows,), np.int32),
+            "words": jax.ShapeDtypeStruct((rows, words), np.uint32),
+        }
+
+    def cache_axes(self, shape: Shape) -> Any:
+        """The dim of each leaf of the cache that has a sequence for each index."""
+        larger = replace(shape, rows=shape.rows + 1)
+        return row_axes(self._cache(shape), self._cache(larger))
 
     def _cache(self, shape: Shape) -> Any:
-        return jax.eval_shape(
-            lambda s: self.decoder.init_cache(s, shape.length), shape.starts
-        )
+        """The cache of the model, and which tokens were read where that matters."""
+        cache = {
+            MODEL: jax.eval_shape(
+                lambda s: self.decoder.init_cache(s, shape.length), shape.starts
+            )
+        }
+        if self.sampling.penalizes:
+            cache[SEEN] = jax.ShapeDtypeStruct((shape.rows, self._num_words), np.bool_)
+        return cache
 
-    def _first_cache(self, shape: Shape) -> Leafwise:
-        return Leafwise(
-            lambda starts: {MODEL: self.decoder.init_cache(starts, shape.length)},
-            shape.starts,
-            device=first_cpu(),
-        )
-
-    def _vocab_size(self, batch: Mapping[str, Any]) -> int:
+    @cached_property
+    def _num_words(self) -> int:
         def logits(*arguments: Any) -> jax.Array:
-            *trees, given = arguments
-            model = given["cache"][MODEL]
-            return checked_apply(self.decoder, *trees, given["tokens"], model)[0]
+            *trees, batch = arguments
+            cache = self.decoder.init_cache(batch["starts"], 1)
+            return checked_apply(self.decoder, *trees, batch["tokens"], cache)[0]
 
+        shape = Shape(1, 1, 1)
+        batch = {
+            "tokens": jax.ShapeDtypeStruct((1, 1), np.int32),
+            "starts": shape.starts,
+        }
         flat = self.planner.problem.abstract_arguments()
         return jax.eval_shape(self.bound(logits), flat, batch).shape[-1]

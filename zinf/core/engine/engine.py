@@ -332,8 +332,8 @@ class Engine:
                 a prompt. Needed if tokens are drawn.
             rows: sequences that run as one array. Results depend on it within rounding:
                 use 1 for the fastest answer to one prompt.
-            batch_size: the most sequences that are completed together; by default as
-                many as the budgets allow.
+            batch_size: the most sequences that are streamed together; by default as
+                many as the budgets allow. The others join as texts end.
             on_token: called with the number of a prompt and its next token. If it
                 returns True, the text ends with this token.
             scores: if given, each text comes as a `Scored`, with log-probabilities of

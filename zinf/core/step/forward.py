@@ -51,10 +51,12 @@ class Cached:
         outputs: for each leaf by its name ("batch/..."), the position among the
             flattened outputs of what takes its place in the next run.
         tiers: tiers for the caches; the first for which the pass fits is taken.
+        num_microbatches: those whose caches rest; None: those that run.
     """
 
     outputs: Mapping[str, int] = field(default_factory=dict)
     tiers: Sequence[Tier] = (Tier.DEVICE,)
+    num_microbatches: int | None = None
 
 
 NO_CACHES = Cached()
@@ -119,11 +121,14 @@ def plan_again(
     *,
     num_microbatches: int,
     cache_tiers: Sequence[Tier],
+    num_cached: int | None = None,
 ) -> Forward:
     """A program for another number of microbatches, with the same executables.
 
     Args:
         name: what errors call the function.
+        num_cached: the microbatches whose caches rest meanwhile, if they are more than
+            those that run, which are the first ones.
         cache_tiers: tiers for its caches; the first for which the pass fits is taken.
 
     Raises:
@@ -132,7 +137,7 @@ def plan_again(
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     function = Function(name, _never)
     rest = homes, at_rest.layouts, num_microbatches
-    caches = Cached(tiers=cache_tiers)
+    caches = Cached(tiers=cache_tiers, num_microbatches=num_cached)
     made = _Planned(setup, function, None, *rest, caches, NOTHING)
     compiled = Compiled(forward.segments, forward.layouts)
     with setup.planning():
@@ -248,7 +253,7 @@ class _Planned:
         caches = {
             cache(name, m): cache_tier
             for name in program.caches
-            for m in range(self.num_microbatches)
+            for m in range(self.caches.num_microbatches or self.num_microbatches)
         }
         return make_catalog(
             program,

@@ -1,0 +1,142 @@
+"""Sequences leave and join a running batch, and prompts are read once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.unit.inference.generating import (
+    DRAWN,
+    LLAMA,
+    RNG,
+    counting_compilations,
+    counting_sweeps,
+    make_engine,
+    on_nvme,
+    programs,
+    used_bytes,
+)
+from zinf.core.program import Tier
+from zinf.inference import Decoder, plan, prompt_lookup
+
+COUNT = 12
+PROMPTS = [RNG.integers(0, 97, 1 + 5 * i % 16) for i in range(COUNT)]
+KEYS = jax.random.split(jax.random.key(5), COUNT)
+# From 2 to 24 tokens, as skewed as texts are, in no order.
+LENGTHS = [int(2 * 12 ** (i * 7 % COUNT / (COUNT - 1))) for i in range(COUNT)]
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    with make_engine({"execution": "streamed"}) as engine:
+        yield engine
+
+
+def ending():
+    """A caller that ends each text at its length."""
+    told = [0] * COUNT
+
+    def is_over(number, token):
+        told[number] += 1
+        return told[number] == LENGTHS[number]
+
+    return is_over
+
+
+def written(engine, numbers=range(COUNT), **rest):
+    """The texts of some prompts, with their own keys and ends."""
+    is_over = ending()
+    return engine.generate(
+        [PROMPTS[i] for i in numbers],
+        key=KEYS[np.array(numbers)],
+        max_new_tokens=24,
+        on_token=lambda number, token: is_over(numbers[number], token),
+        **rest,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "how"), [(4, 4, {"temperature": 0.8}), (2, 5, DRAWN)]
+)
+def test_a_text_is_the_same_whoever_leaves_and_joins(rows, batch_size, how, streaming):
+    wanted = written(streaming, rows=rows, **how)
+    if "eos_token_ids" not in how:
+        assert [len(text) for text in wanted] == LENGTHS
+    for number in (0, 7):
+        assert written(streaming, [number], rows=rows, **how) == [wanted[number]]
+    before = used_bytes(streaming)
+    for drafts in (None, prompt_lookup(3)):
+        rest = {"rows": rows, "batch_size": batch_size, "drafts": drafts, **how}
+        with counting_sweeps() as sweeps:
+            assert written(streaming, **rest) == wanted
+        prefills = [x for x in sweeps if x[0][1] == 16]
+        assert 2 < len(prefills) < COUNT
+        assert used_bytes(streaming) == before
+    with counting_compilations() as compiled:
+        written(streaming, **rest)
+    assert not compiled
+
+
+def test_a_batch_stays_full(streaming):
+    """Groups that each run until their longest text ends take half as many again."""
+    with counting_sweeps() as found:
+        written(streaming, rows=4, batch_size=4)
+    groups = [LENGTHS[i : i + 4] for i in range(0, COUNT, 4)]
+    assert 1.45 * len(found) <= sum(map(max, groups))
+    # Each row has a token in each pass, but for joining and at the end.
+    assert len(found) <= 1.5 * max(sum(LENGTHS) / 4, max(LENGTHS))
+
+
+@pytest.mark.parametrize(("count", "rows", "blocks"), [(8, 8, 1), (8, 2, 2), (3, 1, 3)])
+def test_a_prompt_of_several_texts_is_read_once(count, rows, blocks, streaming):
+    """Three prompts, each with as many completions, each with its own key."""
+    prompts = [p for p in PROMPTS[:3] for _ in range(count)]
+    keys = jax.random.split(jax.random.key(6), len(prompts))
+    rest = {"max_new_tokens": 5, "rows": rows, **DRAWN}
+    alone = [
+        streaming.generate([prompt], key=keys[i : i + 1], **rest)[0]
+        for i, prompt in enumerate(prompts)
+    ]
+    before = used_bytes(streaming)
+    with counting_sweeps() as found:
+        assert streaming.generate(prompts, key=keys, **rest) == alone
+    assert len({tuple(text) for text in alone}) > 3
+    prefills = [x for x in found if x[0][1] == 16]
+    assert prefills == [[(rows, 16)] * blocks]
+    assert used_bytes(streaming) == before
+
+
+def test_sequences_at_one_place_wait_until_all_rows_are_free(streaming):
+    """A decoder whose cache counts places once for all rows; no row has its own."""
+    own = streaming._decoder(None)
+
+    def apply(model, tokens, cache):
+        at = jnp.full(len(tokens), cache["at"])
+        logits, new = own.apply(model, tokens, {**cache, "at": at})
+        return logits, {**new, "at": new["at"][0]}
+
+    def init_cache(starts, length):
+        return {**own.init_cache(starts, length), "at": jnp.zeros((), jnp.int32)}
+
+    decoder = Decoder(apply, init_cache)
+    wanted = written(streaming, rows=2)
+    assert written(streaming, rows=2, batch_size=4, decoder=decoder) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("shape", [{}, LLAMA])
+def test_sequences_join_wherever_the_cache_rests(tier, shape, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan.GenerationPlanner, "tiers", (tier,))
+    with make_engine(on_nvme(tmp_path), **shape) as engine:
+        engine.stores.reset_peaks()
+        wanted = written(engine, rows=2, **DRAWN)
+        rest = {"rows": 2, "batch_size": 4, "drafts": prompt_lookup(3)}
+        assert written(engine, **rest, **DRAWN) == wanted
+        made = programs(engine)
+        assert set(made.decode.cache_homes.values()) == {tier}
+        equal = {"max_new_tokens": 4, "rows": 2, "key": KEYS[:6], **DRAWN}
+        together = engine.generate([PROMPTS[3]] * 6, **equal)
+        for i in range(6):
+            own = equal | {"key": KEYS[i : i + 1]}
+            assert engine.generate([PROMPTS[3]], **own) == [together[i]]
