@@ -119,6 +119,18 @@ def test_a_text_that_repeats_itself_is_looked_up(streaming):
     assert len(sweeps) < 48 / 2
 
 
+def test_a_small_model_may_guess(streaming):
+    """Another engine, with budgets of its own; this one has the same weights."""
+    prompts, rest = PROMPTS[:2], {"max_new_tokens": 16, "rows": 2}
+    wanted = streaming.generate(prompts, **rest)
+    with make_engine() as small:
+        ask = {"max_new_tokens": WIDTH, "rows": 2}
+        drafts = Drafts(WIDTH, lambda numbers, texts: small.generate(texts, **ask))
+        with counting_sweeps() as found:
+            assert streaming.generate(prompts, drafts=drafts, **rest) == wanted
+    assert len(found) == 1 + 15 // (WIDTH + 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", Tier)
 def test_drafts_change_no_token_wherever_the_cache_rests(tier, tmp_path, monkeypatch):
