@@ -1,4 +1,4 @@
-"""Weights and routed experts of `transformers` models, divided over devices."""
+"""Weights, experts and positions of `transformers` models, divided over devices."""
 
 import jax
 import numpy as np
@@ -18,16 +18,18 @@ SAMPLES, STEPS = 16, 2
 BOUND = 16 * 2.0**-23
 
 
-def train(folder, num_devices, stage, **axes):
+def train(folder, num_devices, stage, *, batch=None, attention="auto", **axes):
     """Losses and norms, and the layouts of all arrays."""
     mesh = zinf.make_mesh(jax.devices()[:num_devices], **axes)
     config = {
         "zero_optimization": {"stage": stage},
         "persistence_threshold": 1,
         "gradient_clipping": 0.05,
+        "model": {"attention": attention},
     }
-    batch = {"input_ids": tokens(SAMPLES)}
-    with hf.initialize(hf.load(folder), optax.adamw(1e-3), config, mesh=mesh) as engine:
+    batch = batch or {"input_ids": tokens(SAMPLES)}
+    model, named = hf.load(folder), {"batch": batch, "mesh": mesh}
+    with hf.initialize(model, optax.adamw(1e-3), config, **named) as engine:
         metrics = [engine.step(batch) for _ in range(STEPS)]
         layouts = engine.residents.layouts
     return [m[k] for m in metrics for k in ("loss", "grad_norm")], layouts
@@ -66,3 +68,27 @@ def test_layers_are_cut_by_columns_and_rows_and_losses_stay(make, dims, tmp_path
         if array.path.endswith(".weight") and "tensor" in entry.layout.computed.spec
     }
     assert cut == dims
+
+
+# Three samples in a row of twelve tokens: two devices divide the second one.
+PACKED = np.tile(np.int32([1] * 4 + [2] * 5 + [3] * 3), (SAMPLES, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "more"),
+    [
+        ("llama", "blocks", {}),
+        ("llama", "xla", {"segment_ids": PACKED}),
+        # A window and a soft cap; values of sinks.
+        ("gemma2", "blocks", {"segment_ids": PACKED}),
+        ("gpt_oss", "blocks", {"segment_ids": PACKED}),
+    ],
+)
+def test_positions_are_divided_and_losses_stay(name, attention, more, tmp_path):
+    """Positions count across devices, and samples of a row stay apart there."""
+    save(config_of(name), tmp_path)
+    options = {"batch": {"input_ids": tokens(SAMPLES)} | more, "attention": attention}
+    expected, _ = train(tmp_path, 1, 0, **options)
+    found, _ = train(tmp_path, 4, 3, num_seq=2, **options)
+    np.testing.assert_allclose(found, expected, rtol=BOUND)
+    assert expected[-2] < expected[0]

@@ -28,8 +28,9 @@ def products(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def equation(q, k, v):
-    return fused_attention(q, k, v, causal=True, implementation="blocks")
+def equation(q, k, v, **operands):
+    options = {"causal": True, "implementation": "blocks"}
+    return fused_attention(q, k, v, **options, **operands)
 
 
 def attention(heads, kv_heads, attend=products):
@@ -39,7 +40,7 @@ def attention(heads, kv_heads, attend=products):
         x = batch["x"]
         shape = *x.shape[:2], -1, WIDTH
         q, k, v = ((x @ p[n]).reshape(shape) for n in "qkv")
-        y = attend(q, k, v)
+        y = attend(q, k, v, **{n: batch[n] for n in batch if n != "x"})
         return jnp.mean(jnp.square(x + y.reshape(*x.shape[:2], -1) @ p["o"]))
 
     wide, narrow = heads * WIDTH, kv_heads * WIDTH
@@ -52,8 +53,12 @@ def normals(shapes):
     return {n: random.standard_normal(s, np.float32) / 8 for n, s in shapes.items()}
 
 
-def batch_of(width):
-    return normals({"x": (4, LENGTH, width)})
+def batch_of(width, **more):
+    return normals({"x": (4, LENGTH, width)}) | more
+
+
+# Two samples in each row.
+SEGMENTS = np.tile(np.int32(np.arange(LENGTH) > 5), (4, 1))
 
 
 def constraints(loss, *arguments):
@@ -80,16 +85,23 @@ def compiled(loss, params, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attend", "kv_heads"), [(products, 8), (equation, 8), (equation, 2)]
+    ("attend", "kv_heads", "more"),
+    [
+        (products, 8, {}),
+        (equation, 8, {}),
+        (equation, 2, {}),
+        (equation, 8, {"q_segments": SEGMENTS}),
+    ],
 )
-def test_all_to_alls_replace_gathers_around_attention(attend, kv_heads):
+def test_all_to_alls_replace_gathers_around_attention(attend, kv_heads, more):
     loss, params = attention(8, kv_heads, attend)
-    batch = batch_of(64)
+    batch = batch_of(64, **more)
     run, arguments = compiled(loss, params, batch)
     kinds = Counter(c.kind for c in collectives_of(run) for _ in range(c.times))
     # Query, key, value and result, forward and backward.
     assert kinds["all-to-all"] == 8
-    assert "all-gather" not in kinds
+    # Segments are gathered once, and no mask of a pair of blocks.
+    assert kinds["all-gather"] == len(more)
     found, wanted = run(*arguments), jax.value_and_grad(loss)(params, batch)
     # Sums of 4096 terms, in another order.
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

@@ -193,11 +193,25 @@ class _Cutter(Emitter):
             self.mark(operands[n], marks)
         for n in range(3):
             operands[n] = self.to_heads(operands[n], {**AROUND, Mark.HEADS: 2})
+        for n, atom in enumerate(operands):
+            if atom.aval.ndim == 2:
+                operands[n] = self.of_all_positions(atom)
         (out,) = self.append(equation.replace(invars=operands))
         self.mark(out, {**AROUND, Mark.HEADS: 2})
         by_positions = self.constrain(self.constrain(out, Mark.HEADS), Mark.POSITIONS)
         self.mark(by_positions, AROUND)
         return [by_positions]
+
+    def of_all_positions(self, ids_BT: Atom) -> Atom:
+        """Segments or positions of all tokens, on each device that has some heads.
+
+        Otherwise XLA cuts the mask of each pair of blocks, and gathers it in the loop.
+        """
+        is_cut = ids_BT.aval.shape[0] % self.rule.size(Dim.BATCH) == 0
+        examples = self.axes[Mark.EXAMPLES] if is_cut else ()
+        form = NamedSharding(self.rule.mesh, PartitionSpec(examples or None, None))
+        (new,) = self.apply(lambda x: jax.lax.with_sharding_constraint(x, form), ids_BT)
+        return new
 
     def copies_of_keys(self, num_heads: int, num_key_heads: int) -> int:
         """How often each head of keys is copied, so that each device has one; 0: never.
