@@ -22,6 +22,14 @@ TABLE: dict[str, dict[str, Any]] = json.loads(
 FAILING: dict[str, str] = {
     "jetmoe": "no ExpertsInterface: it splits tokens by counts that it computes"
 }
+# Whose layers do not go through `zinf_kernels.attention`, and why.
+EAGER = "the class does not say that it takes functions (_supports_attention_backend)"
+NONE = "it has no attention"
+OWN_ATTENTION: dict[str, str] = dict.fromkeys(
+    ("bloom", "falcon", "falcon_h1", "gpt_neo", "gpt_neox_japanese")
+    + ("marian", "mpt", "stablelm", "zamba2"),
+    EAGER,
+) | dict.fromkeys(("mamba", "mamba2"), NONE)
 WORKING = [name for name in TABLE if name not in FAILING]
 
 

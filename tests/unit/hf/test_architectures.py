@@ -5,13 +5,14 @@ import optax
 import pytest
 
 from tests.marks import drawn
-from tests.unit.hf.architectures import FAILING, WORKING, config_of
+from tests.unit.hf.architectures import FAILING, OWN_ATTENTION, WORKING, config_of
 from tests.unit.hf.models import make, off, on_tier, params_of, tokens
 
 import jax  # isort: skip
 import torch  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf_kernels.attention import choosing  # isort: skip
 
 pytestmark = pytest.mark.slow
 # Both sides compute in float32. The largest entry of the logits is 1 here, and two
@@ -101,6 +102,24 @@ def test_logits_gradients_and_losses_are_those_of_torch(name, tmp_path):
         losses = [engine.step(batch)["loss"] for _ in range(3)]
     assert losses == pytest.approx(wanted, rel=LOSSES)
     assert losses[2] < losses[0]
+
+
+def test_attention_is_the_operation_unless_the_table_says_why(tmp_path):
+    without = []
+    for name in WORKING:
+        config_of(name).save_pretrained(tmp_path / name)
+        model, seen = hf.load(tmp_path / name), []
+
+        def look(spec, operands, seen=seen):
+            seen.append(spec)
+            return "blocks"
+
+        ids = jax.ShapeDtypeStruct((2, 8), np.int32)
+        with choosing(look):
+            jax.eval_shape(model.logits, model.zeros(), {"input_ids": ids})
+        if not seen:
+            without.append(name)
+    assert without == [name for name in WORKING if name in OWN_ATTENTION]
 
 
 @pytest.mark.parametrize("name", FAILING)

@@ -1,5 +1,6 @@
 """Masks of `transformers` as positions and segments: the same keys are seen."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import torch
 from torchax.interop import jax_view, torch_view
 from transformers import masking_utils as theirs
 
+from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import llama, save
 from zinf import hf
 from zinf.hf.masks import Form, form_of
@@ -140,3 +142,41 @@ def test_an_attention_gets_what_a_batch_says_and_no_more(tmp_path):
                 model.logits, params, dict.fromkeys(("input_ids", *keys), ids)
             )
         assert seen == [operands] * 2, keys
+
+
+CAPPED, SINKS = {"soft_cap": 50.0}, {"sinks"}
+NEAR = {"window": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "operands"),
+    [
+        ("gemma2", [NEAR | CAPPED, CAPPED], set()),
+        ("gemma3_text", [NEAR, NEAR], set()),
+        ("gpt_oss", [NEAR, {}], SINKS),
+        ("qwen3", [{}, {}], set()),
+        ("qwen3_moe", [{}, {}], set()),
+    ],
+)
+def test_each_layer_is_one_attention_with_its_window_cap_and_sinks(
+    name, layers, operands, tmp_path
+):
+    config_of(name).save_pretrained(tmp_path)
+    model = hf.load(tmp_path)
+    ids = jax.ShapeDtypeStruct((2, 11), jnp.int32)
+    seen = []
+
+    def look(spec: Spec, given: Operands) -> str:
+        seen.append((spec, {*given} - {"q", "k", "v"}))
+        return "blocks"
+
+    with choosing(look):
+        closed = jax.make_jaxpr(model.logits)(model.zeros(), {"input_ids": ids})
+    scale = seen[0][0].scale
+    plain = Spec(scale=scale, implementation="auto", causal=True)
+    expected = [replace(plain, **layer) for layer in layers]
+    assert seen == [(spec, operands) for spec in expected]
+    # No layer computes scores of its own beside them.
+    products = [e for e in closed.eqns if e.primitive.name == "dot_general"]
+    assert products
+    assert not [e for e in products if e.outvars[0].aval.shape[-2:] == (11, 11)]
