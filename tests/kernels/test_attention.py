@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tests import marks
 from tests.unit.refusals import refusals
-from zinf.core.topology import parse_topology
+from zinf.core.topology import collectives_of, parse_topology
 from zinf_kernels.absent_gpu import GPUS, compile_for
-from zinf_kernels.attention import attention, attention_flops, best, choosing
+from zinf_kernels.attention import attention, attention_flops, best, blocks, choosing
 from zinf_kernels.attention.cases import Case, cases, drawn
+from zinf_kernels.attention.place import Place, in_parts
 from zinf_kernels.attention.rows import features
 from zinf_kernels.attention.spec import Spec, is_seen
 from zinf_kernels.device import Device
@@ -216,6 +217,52 @@ def test_bytes_grow_as_the_sequence_does_on_tpus(name):
     tokens = (32768, 65536) if name == "splash" else (65536, 131072)
     with choosing(lambda spec, operands: name):
         assert_linear(compile_of, tokens)
+
+
+def parts(devices: Any, platform: str) -> tuple[Place, Any]:
+    """Eight devices, of which two divide examples and four heads; and the sharding."""
+    mesh = Mesh(np.array(devices[:8]).reshape(2, 4), ("fsdp", "seq"))
+    form = NamedSharding(mesh, PartitionSpec("fsdp", None, "seq"))
+    return Place(platform, mesh, ("fsdp",), ("seq",)), form
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_kernel_on_the_examples_and_heads_of_each_device_gives_the_same(rows):
+    case = Case("", batch=2, queries=48, keys=48, heads=8, key_heads=4)
+    arrays = case.make()
+    direction = arrays.pop("direction")
+    ids = jnp.tile(jnp.arange(48) // 20, (rows, 1))
+
+    def run(place: Place | None) -> Any:
+        spec = Spec(scale=0.25, causal=True, place=place)
+
+        def attend(qkv: dict[str, jax.Array]) -> jax.Array:
+            segments = dict.fromkeys(("q_segments", "k_segments"), ids)
+            return in_parts(blocks.attention, spec, qkv | segments)
+
+        out, vjp = jax.vjp(jax.jit(attend), arrays)
+        return {"out": out, **vjp(direction)[0]}
+
+    expected, found = run(None), run(parts(jax.devices(), "cpu")[0])
+    for name, x in expected.items():
+        # The same sums, by products of other sizes.
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu_compiler
+def test_the_kernel_of_gpus_needs_nothing_from_other_devices():
+    h100 = parse_topology("h100:8")
+    place, form = parts(h100.devices(), "gpu")
+    shape = 2, 4096, 8, 128
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=form)] * 3
+    with choosing(lambda spec, operands: "triton", place):
+        compiled = h100.compile(jax.jit(gradients).lower(*arrays))
+    assert "triton" in compiled.as_text() and not collectives_of(compiled)
+    shapes = re.findall(r"bf16\[([\d,]+)\]", compiled.as_text())
+    # One example and two heads of a device.
+    assert (
+        max(np.prod([int(n) for n in s.split(",")]) for s in shapes) == 4096 * 2 * 128
+    )
 
 
 def test_a_mapped_attention_is_one_equation_over_more_examples():

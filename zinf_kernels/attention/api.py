@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zinf_kernels.attention import equation
-from zinf_kernels.attention.rows import EXISTING, asked_row, chosen, obstacles
+from zinf_kernels.attention.rows import (
+    EXISTING,
+    asked_row,
+    chosen,
+    obstacles,
+    place_for,
+)
 from zinf_kernels.attention.spec import OPTIONAL, Operands, Spec, shape_of
 from zinf_kernels.device import device_for
 
@@ -91,7 +97,8 @@ def attention(
         name = chosen(spec, operands)
     else:
         name = asked_row(implementation, device_for(q), spec, operands)
-    return equation.bind(replace(spec, implementation=name), operands)
+    spec = replace(spec, implementation=name, place=place_for(q))
+    return equation.bind(spec, operands)
 
 
 def _check(spec: Spec, operands: Operands) -> None:

@@ -11,8 +11,9 @@ from types import MappingProxyType
 
 import jax
 
+from zinf_kernels.attention.place import Place
 from zinf_kernels.attention.spec import OPTIONAL, Operands, Spec, score_bytes, shape_of
-from zinf_kernels.device import Device, named
+from zinf_kernels.device import Device, device_for, named
 
 # In the order of preference.
 EXISTING = ("cudnn", "triton", "splash", "blocks", "xla", "reference")
@@ -27,6 +28,7 @@ Chooser = Callable[[Spec, Operands], str]
 
 # jax traces a cached function again if it changes.
 _chooser = jax.make_user_context(None)
+_place = jax.make_user_context(None)
 
 
 @dataclass(frozen=True)
@@ -133,14 +135,23 @@ def obstacles(device: Device, *, spec: Spec, operands: Operands) -> dict[str, st
 
 
 @contextmanager
-def choosing(chooser: Chooser) -> Generator[None, None, None]:
+def choosing(
+    chooser: Chooser, place: Place | None = None
+) -> Generator[None, None, None]:
     """In the body, attentions that leave the implementation open are given one.
 
     Args:
         chooser: hashable, and equal only to what chooses the same.
+        place: what they run on; None: jax's default device.
     """
-    with _chooser(chooser):
+    with _chooser(chooser), _place(place):
         yield
+
+
+def place_for(q: jax.Array) -> Place:
+    """What an attention of these queries runs on."""
+    place: Place | None = _place.value
+    return Place(device_for(q).platform) if place is None else place
 
 
 def chosen(spec: Spec, operands: Operands) -> str:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf_kernels.attention.place import Place
+
 # Arrays besides query, key and value, in the order of the equation's operands, and what
 # an attention with them has besides causality, in words.
 OPTIONAL: Mapping[str, str] = MappingProxyType(
@@ -38,6 +40,7 @@ class Spec:
         window: a query sees keys at positions nearer than this; None: all.
         soft_cap: scores are `soft_cap * tanh(score / soft_cap)`.
         dropout: share of the weights that are set to zero.
+        place: what it runs on; None: not known.
     """
 
     scale: float
@@ -46,6 +49,7 @@ class Spec:
     window: int | None = None
     soft_cap: float | None = None
     dropout: float = 0.0
+    place: Place | None = None
 
 
 def shape_of(operands: Operands) -> tuple[int, int, int, int, int, int, int]:

@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
 
+from zinf_kernels.attention.place import in_parts
 from zinf_kernels.attention.spec import Operands, Spec, padded_segments
 
 LANES = 128
@@ -19,6 +20,10 @@ BLOCK = 512
 
 def attention(spec: Spec, operands: Operands) -> jax.Array:
     """jax's `make_splash_mha`, on whole blocks; see `rows.FUSED` for what it takes."""
+    return in_parts(_attention, spec, operands)
+
+
+def _attention(spec: Spec, operands: Operands) -> jax.Array:
     q, k, v = (operands[name] for name in "qkv")
     num_tokens, num_heads = q.shape[1:3]
     width = v.shape[3]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.gpu import attention as pallas
 
+from zinf_kernels.attention.place import in_parts
 from zinf_kernels.attention.spec import Operands, Spec, padded_segments
 
 BLOCK = 128
@@ -11,6 +12,10 @@ BLOCK = 128
 
 def attention(spec: Spec, operands: Operands) -> jax.Array:
     """jax's `mha`, on whole blocks of tokens; see `rows.FUSED` for what it takes."""
+    return in_parts(_attention, spec, operands)
+
+
+def _attention(spec: Spec, operands: Operands) -> jax.Array:
     q, k, v = (operands[name] for name in "qkv")
     num_tokens, groups = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))

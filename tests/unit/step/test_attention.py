@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 import zinf
 from tests.unit.refusals import refusals
 from zinf.core.step.attention import AttentionRows
 from zinf_kernels.attention import Operands, Spec, attention, blocks, cudnn, triton
+from zinf_kernels.attention.place import Place
 from zinf_kernels.device import Device
 
 H100 = Device("gpu", "NVIDIA H100", 132, (9, 0))
@@ -20,8 +22,10 @@ CPU = Device("cpu", "cpu", 1)
 CAUSAL = Spec(scale=0.125, causal=True)
 
 
-def shapes(num_tokens: int = 8192, dtype: Any = jnp.bfloat16) -> Operands:
-    shape = jax.ShapeDtypeStruct((2, num_tokens, 4, 64), dtype)
+def shapes(
+    num_tokens: int = 8192, dtype: Any = jnp.bfloat16, width: int = 64
+) -> Operands:
+    shape = jax.ShapeDtypeStruct((2, num_tokens, 4, width), dtype)
     return dict.fromkeys("qkv", shape)
 
 
@@ -87,6 +91,10 @@ def test_why_a_kernel_was_refused(kernels, golden, caplog):
     here["cudnn in float32"] = lambda: AttentionRows(H100, "cudnn")(CAUSAL, wide)
     capped = replace(CAUSAL, soft_cap=30.0)
     here["cudnn with a cap"] = lambda: AttentionRows(H100, "cudnn")(capped, shapes())
+    for width in (192, 100):
+        here[f"cudnn with a width of {width}"] = lambda width=width: AttentionRows(
+            H100, "cudnn"
+        )(CAUSAL, shapes(width=width))
     golden.check("attention_errors.txt", refusals(wrong | here))
 
 
@@ -96,11 +104,24 @@ def test_a_kernel_for_an_absent_device_has_to_compile(kernels):
     assert AttentionRows(H100, is_absent=True)(CAUSAL, shapes()) == "triton"
 
 
-def test_kernels_that_are_not_divided_are_left_out_on_several_devices(kernels):
+@pytest.mark.parametrize(
+    ("examples", "heads", "name"),
+    [(2, 4, "triton"), (4, 2, "blocks"), (1, 8, "blocks")],
+)
+def test_a_kernel_runs_on_the_examples_and_heads_of_each_device(
+    examples, heads, name, kernels
+):
+    """Of two examples with four heads, if the devices divide them evenly."""
     kernels["cudnn"] = broken
-    assert AttentionRows(H100, num_devices=8)(CAUSAL, shapes()) == "blocks"
+    mesh = AbstractMesh((examples, heads), ("fsdp", "seq"))
+    place = Place("gpu", mesh, ("fsdp",), ("seq",))
+    assert AttentionRows(H100, place=place)(CAUSAL, shapes()) == name
+
+
+def test_scores_that_devices_divide_are_small_sooner():
     # 2 x 4 x 8192^2 scores of 4 bytes are 2 GiB, 64 MiB for each of 32 devices.
-    assert AttentionRows(CPU, num_devices=32)(CAUSAL, shapes()) == "xla"
+    place = Place("cpu", AbstractMesh((32,), ("fsdp",)), ("fsdp",))
+    assert AttentionRows(CPU, place=place)(CAUSAL, shapes()) == "xla"
 
 
 def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from zinf.core.process.jax_modes import Modes
 from zinf.core.sharding import AxisRule, Blocks, axis_rule
 from zinf.core.sharding.axes import rewritten
 from zinf.core.sharding.mesh import TENSOR, axis_size, first_cpu, local_devices
-from zinf.core.step.attention import AttentionRows, with_rows
+from zinf.core.step.attention import AttentionRows, place_of, with_rows
 from zinf.core.step.planner import Planner
 from zinf.core.step.run.calibrate import measure_rates
 from zinf.core.topology import Topology
@@ -207,7 +207,8 @@ def make_planner(
             modes=modes,
         )
         device, is_absent = kernel_device(mesh, topology), topology is not None
-        rows = AttentionRows(device, config.attention, mesh.size, is_absent=is_absent)
+        place = place_of(rule, device)
+        rows = AttentionRows(device, config.attention, place, is_absent)
         problem = _on_mesh(problem, rule, rows)
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.core.sharding import AxisRule, Dim
 from zinf_kernels.attention import (
     Operands,
     Spec,
@@ -26,6 +27,7 @@ from zinf_kernels.attention import (
     best,
     choosing,
 )
+from zinf_kernels.attention.place import Place
 from zinf_kernels.attention.rows import FUSED
 from zinf_kernels.device import Device
 
@@ -38,7 +40,9 @@ TRIAL_TOKENS = 4096
 OUTPUT_ROUNDINGS = 4
 GRADIENT_ROUNDINGS = 8
 QKV = ("q", "k", "v")
-NOT_DIVIDED = "its kernel is not divided among devices."
+# Kernels that run on the examples and heads of each device.
+IN_PARTS = ("triton", "splash")
+NOT_DIVIDED = "the devices do not divide its examples and heads of keys evenly."
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,7 @@ class AttentionRows:
     Attributes:
         device: what the programs run on.
         asked: `model.attention` of the config.
-        num_devices: of the mesh.
+        place: the devices of the mesh; None: there is one.
         is_absent: whether programs are only compiled.
         chosen: by settings and shapes, the implementation and why.
         refused: fused kernels that failed a trial, and why.
@@ -56,7 +60,7 @@ class AttentionRows:
 
     device: Device
     asked: str = "auto"
-    num_devices: int = 1
+    place: Place | None = None
     is_absent: bool = False
     chosen: dict[Any, tuple[str, str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -81,8 +85,8 @@ class AttentionRows:
                 self.device,
                 spec,
                 operands,
-                refused=self._refused,
-                num_devices=self.num_devices,
+                refused=self._refused(operands),
+                num_devices=1 if self.place is None else self.place.num_devices,
             )
             if name not in FUSED:
                 return name, why
@@ -98,7 +102,7 @@ class AttentionRows:
             self.device,
             spec,
             operands,
-            refused=self._refused,
+            refused=self._refused(operands),
             setting="model.attention",
         )
         failure = None
@@ -111,11 +115,10 @@ class AttentionRows:
             )
         return name
 
-    @property
-    def _refused(self) -> dict[str, str]:
-        if self.num_devices == 1:
+    def _refused(self, operands: Operands) -> dict[str, str]:
+        if self.place is None or self.place.divides(operands):
             return self.refused
-        return {"triton": NOT_DIVIDED, "splash": NOT_DIVIDED} | self.refused
+        return dict.fromkeys(IN_PARTS, NOT_DIVIDED) | self.refused
 
     def trial(self, name: str, spec: Spec, operands: Operands) -> str | None:
         """Why a kernel is not to be used for an attention; None if it is sound."""
@@ -138,12 +141,20 @@ class AttentionRows:
         )
 
 
+def place_of(rule: AxisRule, device: Device) -> Place:
+    """The devices of a rule's mesh, and how they divide an attention."""
+    if rule.mesh.size == 1:
+        return Place(device.platform)
+    heads = (*rule.axes(Dim.HEADS), *rule.axes(Dim.CHANNELS))
+    return Place(device.platform, rule.mesh, rule.axes(Dim.BATCH), heads)
+
+
 def with_rows(function: Callable, rows: AttentionRows) -> Callable:
     """A traceable function whose attentions have the implementations of `rows`."""
 
     @wraps(function, updated=())
     def wrapped(*arguments: Any) -> Any:
-        with choosing(rows):
+        with choosing(rows, rows.place):
             return function(*arguments)
 
     return wrapped
