@@ -2,6 +2,7 @@
 
     python scripts/bench/bench_step.py [--num-layers 8] [--embed-dim 512]
         [--tokens 1024] [--rounds 15] [--leave-malloc]
+        [--beside TREE --contender "fused, remat"]
 
 Both keep all state on the device and do the same arithmetic: the fused step recomputes
 each block in the backward pass (`remat`), as segments do. A second pair is the fused
@@ -11,13 +12,16 @@ malloc is set as the command `zinf` does, unless --leave-malloc is given. They t
 turns, each streamed step next to the fused step that it is compared with. The
 losses of the first and the last step must agree. Seconds are medians and ranges. Ratios
 are taken within a round, then their median and quartiles: on a shared machine seconds
-drift by more than the steps differ.
+drift by more than the steps differ. With --beside, one contender of this tree takes
+turns with that of another tree of zinf, such as a `git worktree` of an older commit.
 """
 
 import argparse
+import os
 import random
 import sys
 import time
+from pathlib import Path
 from statistics import median, quantiles
 
 import numpy as np
@@ -32,12 +36,17 @@ from zinf.models import GPTConfig, init_and_loss
 FUSED, STREAMED = "fused, remat", "streamed, remat"
 NO_REMAT, KEEPING = "fused, no remat", "streamed, residuals kept"
 PAIRS = [(STREAMED, FUSED), (KEEPING, NO_REMAT)]
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = ("num_layers", "embed_dim", "vocabulary", "length", "tokens")
 
 
 def main() -> None:
     options = _parse()
     if options.serve:
         _serve(options)
+        return
+    if options.beside is not None:
+        _compare_trees(options)
         return
     command = [sys.executable, *sys.argv, "--serve"]
     names = FUSED, STREAMED, KEEPING, NO_REMAT
@@ -67,6 +76,35 @@ def main() -> None:
     Console(width=120, highlight=False).print(table)
     for engine in engines.values():
         engine.close()
+
+
+def _compare_trees(options: argparse.Namespace) -> None:
+    """Prints the seconds of a contender in both trees, and their ratio."""
+    arguments = [
+        x for n in SIZES for x in (f"--{n.replace('_', '-')}", str(getattr(options, n)))
+    ]
+    engines = {}
+    for tree in (ROOT, options.beside):
+        file = tree / "scripts" / "bench" / Path(__file__).name
+        command = [sys.executable, file, *arguments, "--serve", options.contender]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        engines[tree] = Served(command, environment)
+    seconds: dict[Path, list[float]] = {tree: [] for tree in engines}
+    losses: dict[Path, list[float]] = {tree: [] for tree in engines}
+    for number in range(options.rounds + 1):
+        for tree in random.sample(list(engines), len(engines)):
+            took, loss = engines[tree].ask()
+            if number:  # The first step compiles.
+                seconds[tree].append(took)
+            losses[tree].append(loss)
+    for tree, found in seconds.items():
+        print(
+            f"{tree}: {median(found):.2f} s ({min(found):.2f}-{max(found):.2f}), "
+            f"losses {losses[tree][0]:.6f} to {losses[tree][-1]:.6f}"
+        )
+        engines[tree].close()
+    here, there = seconds.values()
+    print(f"here over there: {_ratios(here, there)}")
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -120,6 +158,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--leave-malloc", action="store_true", help="do not set zinf's malloc"
+    )
+    parser.add_argument("--beside", type=Path, help="another tree of zinf")
+    parser.add_argument(
+        "--contender", default=FUSED, choices=[FUSED, NO_REMAT, STREAMED, KEEPING]
     )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     return parser.parse_args()
