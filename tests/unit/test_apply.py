@@ -56,7 +56,7 @@ def logits(params, batch):
 
 def runner_of(engine):
     """The program that the engine used last."""
-    runner = list(engine._programs.made._made.values())[-1]
+    runner = list(list(engine._programs.made._made.values())[-1].values())[-1]
     assert isinstance(runner, ForwardRunner)
     return runner
 

@@ -425,6 +425,20 @@ class Engine:
         function = self._token_scores(temperature)
         return self.apply(function, batch, num_microbatches=num_microbatches)
 
+    def pass_seconds(
+        self, function: Callable, batch: Any, *, num_microbatches: int = 1
+    ) -> float:
+        """Predicted seconds of `apply` with these arguments, by the engine's rates.
+
+        Args:
+            batch: as for `apply`, or its shapes and dtypes.
+
+        Raises:
+            ValueError, InfeasibleError: see `apply`.
+        """
+        with self._turn.of("pass_seconds"):
+            return self._programs.pass_seconds(function, batch, num_microbatches)
+
     def flush(self) -> None:
         """Run the updates that the last step deferred to the next one, if any.
 

@@ -1,6 +1,7 @@
 """Programs over the arrays of a run that take no step: evaluation, functions, texts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -11,14 +12,20 @@ from zinf.core.engine.random_key import microbatch_keys
 from zinf.core.engine.recent import Recent, SameFunction
 from zinf.core.engine.runners import Runners
 from zinf.core.optim.separate import State
-from zinf.core.segment import user_function
+from zinf.core.plan import InfeasibleError
+from zinf.core.segment import Function, user_function
 from zinf.core.step.batch import (
     batch_spec,
     check_values,
     signature,
     with_shapes_before,
 )
-from zinf.core.step.forward import check_rows_of_outputs, plan_forward
+from zinf.core.step.forward import (
+    Forward,
+    check_rows_of_outputs,
+    plan_again,
+    plan_forward,
+)
 from zinf.core.step.planner import Planner
 from zinf.core.step.run.evaluation import evaluation_by_segment
 from zinf.core.step.run.forward import ForwardRunner, joined
@@ -93,28 +100,73 @@ class Programs:
         check_values(batch)
         current = self.runners.placed()
 
-        def make() -> ForwardRunner:
-            rest = num_microbatches, self.planner.num_shares
-            spec = batch_spec(batch, *rest, setting="num_microbatches")
-            found = user_function(function, self.planner.problem, key, of_params)
-            forward = plan_forward(
-                self.planner,
-                found,
-                spec,
-                self.runners.at_rest(),
-                num_microbatches=num_microbatches,
-            )
-            if num_microbatches > 1:
-                check_rows_of_outputs(forward, spec, found.name)
-            return ForwardRunner(forward, self.runners.stores, spec)
-
-        kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
-        named = SameFunction(function), kind, num_microbatches, signature(batch)
-        runner = self.made.get(named, make)
+        runner = self._runner_of(function, batch, key, num_microbatches, of_params)
         self.runners.flush()
         keys = [] if key is None else microbatch_keys(key, num_microbatches)
         outputs = runner.outputs(runner.run(batch, keys, current))
         return joined(outputs, self.planner.num_shares)
+
+    def pass_seconds(
+        self, function: Callable, batch: Any, num_microbatches: int
+    ) -> float:
+        """See `Engine.pass_seconds`."""
+        self.runners.condition.check()
+        self.runners.placed()
+        runner = self._runner_of(function, batch, None, num_microbatches)
+        return runner.plan.timeline.seconds
+
+    def _runner_of(
+        self,
+        function: Callable,
+        batch: Any,
+        key: jax.Array | None,
+        num_microbatches: int,
+        of_params: OfParams = None,
+    ) -> ForwardRunner:
+        """What runs a function on batches of one shape, planned once."""
+        rest = num_microbatches, self.planner.num_shares
+        spec = batch_spec(batch, *rest, setting="num_microbatches")
+        kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
+        named = SameFunction(function), kind, signature(spec)
+
+        def make(before: ForwardRunner | None) -> ForwardRunner:
+            found = user_function(function, self.planner.problem, key, of_params)
+            forward = self._pass(found, spec, num_microbatches, before)
+            return ForwardRunner(forward, self.runners.stores, spec)
+
+        # By the number of microbatches.
+        runners: dict[int, ForwardRunner] = self.made.get(
+            named, lambda: {num_microbatches: make(None)}
+        )
+        if num_microbatches not in runners:
+            runners[num_microbatches] = make(next(iter(runners.values())))
+        return runners[num_microbatches]
+
+    def _pass(
+        self,
+        function: Function,
+        spec: Any,
+        num_microbatches: int,
+        before: ForwardRunner | None,
+    ) -> Forward:
+        """The forward pass of a function over so many microbatches.
+
+        Args:
+            spec: shapes and dtypes of one microbatch.
+            before: runs it over another number of them: its executables are taken, if
+                they fit for this number too.
+        """
+        at_rest, count = self.runners.at_rest(), {"num_microbatches": num_microbatches}
+        forward = None
+        if before is not None:
+            again = self.planner, before.forward, function.name, at_rest
+            with suppress(InfeasibleError):
+                forward = plan_again(*again, **count)
+        if forward is None:
+            forward = plan_forward(self.planner, function, spec, at_rest, **count)
+        if num_microbatches > 1:
+            check_rows_of_outputs(forward, spec, function.name)
+        return forward
 
     def generate(
         self,

@@ -120,7 +120,7 @@ def plan_again(
     at_rest: AtRest,
     *,
     num_microbatches: int,
-    cache_tiers: Sequence[Tier],
+    cache_tiers: Sequence[Tier] = (Tier.DEVICE,),
     num_cached: int | None = None,
 ) -> Forward:
     """A program for another number of microbatches, with the same executables.

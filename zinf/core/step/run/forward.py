@@ -41,7 +41,7 @@ class ForwardRunner:
     """
 
     def __init__(self, forward: Forward, stores: Stores, spec: Any):
-        self.plan = forward.plan
+        self.forward, self.plan = forward, forward.plan
         self.passes = Passes(
             forward.segmented,
             forward.segments,
