@@ -28,7 +28,7 @@ import transformers
 from zinf.core.process.user_cache import user_cache
 from zinf.core.sharding.mesh import first_cpu
 from zinf.hf.model import Model
-from zinf.hf.module import build
+from zinf.hf.module import build, output_name
 from zinf.hf.tiny import LENGTH, VOCAB, tiny
 from zinf.hf.weights import to_numpy
 
@@ -165,7 +165,8 @@ def _compared(
         try:
             module = _torch_model(config, auto_class, seed)
             name = type(module).__name__
-            wanted, pull, wanted_gradients = _torch_results(module, ids, seed)
+            results = _torch_results(module, auto_class, ids, seed)
+            wanted, pull, wanted_gradients = results
         except Exception as error:  # Each class refuses sizes in its own way.
             return _left(name, NOT_TINY, error)
         try:
@@ -223,13 +224,14 @@ def _torch_model(
 
 
 def _torch_results(
-    module: transformers.PreTrainedModel, ids: np.ndarray, seed: int
+    module: transformers.PreTrainedModel, auto_class: str, ids: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Logits, random numbers that they are multiplied by, and gradients of the sum.
+    """Logits or states, random numbers to multiply by, and gradients of the sum.
 
     Parameters that torch does not train have no gradient here.
     """
-    logits = module(torch.tensor(ids).long(), **_options(module)).logits
+    outputs = module(torch.tensor(ids).long(), **_options(module))
+    logits = getattr(outputs, output_name(auto_class))
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the logits of torch are not finite")
     pull = np.random.default_rng(seed).standard_normal(logits.shape, np.float32)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -150,7 +149,12 @@ def open_model(
     model.read_buffers()
     run = running(model, config, rows=rows, length=length)
     engine = _engine(
-        run.model, run.adapted, optax.identity(), run.config, batch=run.batch
+        run.model,
+        run.adapted,
+        optax.identity(),
+        run.config,
+        loss=run.model.running_loss,
+        batch=run.batch,
     )
     engine._programs.execution = run.execution
     return engine
@@ -182,7 +186,9 @@ class Running:
         """Plans for a machine that may be absent; no weight is needed."""
         config = self.config.told()
         rest = optax.identity(), config
-        return _planner(self.model, self.adapted, *rest, mesh=mesh, topology=topology)
+        where = {"mesh": mesh, "topology": topology}
+        loss = self.model.running_loss
+        return _planner(self.model, self.adapted, *rest, loss=loss, **where)
 
     def decoder(self, planner: Planner) -> Decoder:
         """The model with its cache, as a function of the arrays that are kept."""
@@ -199,14 +205,14 @@ def running(
         ValueError: see `adapted_model`.
     """
     loaded = Config.load(config)
-    batch = {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
-    adapted, section = None, loaded.adapter
     model = model.as_adapted()
+    batch, loss = model.running_batch(rows, length), model.running_loss
+    adapted, section = None, loaded.adapter
     if model.adapter is not None:
         section = model.adapter.section(model.specs, naming_of(model.module))
     if section is not None:
         section = section.model_copy(update={"lora_dropout": 0.0})
-        adapted = adapted_model(model, section, batch=batch)
+        adapted = adapted_model(model, section, loss=loss, batch=batch)
     if loaded.weight_quantization is not None:
         if section is not None:
             raise NotImplementedError(
@@ -215,7 +221,7 @@ def running(
                 "an adapter of adapter.quantize_base has its base in few bits anyway."
             )
         quantization = loaded.weight_quantization
-        adapted = adapt(model.loss, model.zeros, quantization=quantization, batch=batch)
+        adapted = adapt(loss, model.zeros, quantization=quantization, batch=batch)
     return Running(model, adapted, loaded.without_training(), loaded.execution, batch)
 
 

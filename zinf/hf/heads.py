@@ -138,7 +138,7 @@ class HeadModel(Model):
         return "Classification" in self.auto_class
 
     @cached_property
-    def _arguments(self) -> Mapping[str, Any]:
+    def arguments(self) -> Mapping[str, Any]:
         return signature(self.module.forward).parameters
 
     def logits(
@@ -153,17 +153,17 @@ class HeadModel(Model):
                 `labels`, one place later.
             key, train: as for `Model.logits`.
         """
-        unknown = sorted(set(batch) - set(self._arguments) - {"labels"})
+        unknown = sorted(set(batch) - set(self.arguments) - {"labels"})
         if unknown:
             raise ValueError(
                 f"The batch has {listed(unknown)}, which {type(self.module).__name__} "
-                f"does not take. It takes {listed(list(self._arguments))}."
+                f"does not take. It takes {listed(list(self.arguments))}."
             )
         inputs = {name: batch[name] for name in batch if name != "labels"}
         is_encoder_decoder = getattr(self.config, "is_encoder_decoder", False)
         if is_encoder_decoder and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._shifted(_labels(batch, self.name))
-        options = {"use_cache": False} if "use_cache" in self._arguments else {}
+        options = {"use_cache": False} if "use_cache" in self.arguments else {}
         try:
             return self._run(params, inputs, options, key=key, train=train)
         except ValueError as error:
@@ -216,6 +216,16 @@ class HeadModel(Model):
         else:
             losses = jax.nn.softplus(logits) - labels * logits
         return Weighted(jnp.sum(losses), jnp.float32(losses.size))
+
+    def running_loss(self, params: Params, batch: Batch) -> Weighted:
+        """The sum of all outputs; see `Model.running_loss`."""
+        logits = self.logits(params, batch).astype(jnp.float32)
+        return Weighted(jnp.sum(logits), jnp.float32(1))
+
+    def running_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a batch of padded texts."""
+        tokens = jax.ShapeDtypeStruct((rows, length), np.int32)
+        return dict.fromkeys(("input_ids", "attention_mask"), tokens)
 
     def check(self, batch: Any) -> None:
         """Refuse tokens and labels that the model cannot know.
@@ -287,6 +297,14 @@ def _not_causal(model: HeadModel, what: str) -> str:
     )
 
 
+def _is_of_head(name: str, model: transformers.PreTrainedModel) -> bool:
+    """Whether files of a model of text may lack a parameter of this name."""
+    if POOLER in name.split("."):
+        return True
+    is_base = model.base_model is model
+    return not is_base and not name.startswith(f"{model.base_model_prefix}.")
+
+
 class _WithNewHead(StoredWeights):
     """Weights of files, and initial values of what only the head has."""
 
@@ -294,9 +312,8 @@ class _WithNewHead(StoredWeights):
         self, files: AbstractTensors, model: transformers.PreTrainedModel, seed: int
     ) -> None:
         super().__init__(files, model)
-        prefix = f"{model.base_model_prefix}."
         absent = [n for n, _ in model.named_parameters() if n not in self.specs]
-        new = [n for n in absent if not n.startswith(prefix) or f".{POOLER}." in n]
+        new = [n for n in absent if _is_of_head(n, model)]
         self._values = {name: _initial(model, name, seed) for name in new}
         specs = {name: spec_of(torch.from_numpy(x)) for name, x in self._values.items()}
         self.specs = {**self.specs, **specs}

@@ -12,7 +12,7 @@ from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,18 @@ from zinf.hf.derivatives import own_derivatives
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.masks import counted_positions
-from zinf.hf.module import CONFIG, build, read_config, read_quantization
+from zinf.hf.module import (
+    CONFIG,
+    build,
+    output_name,
+    read_config,
+    read_quantization,
+)
 from zinf.hf.quantized import plain
 from zinf.hf.rotary import each_as_last, growth_of
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 
+Kind = TypeVar("Kind", bound="Model")
 Params = dict[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
@@ -136,7 +143,11 @@ def load_as_stored(
 
     Float16 becomes bfloat16, which has the range that float16 lacks.
     """
-    model = load(path_or_id, base=base)
+    return in_stored_precision(load(path_or_id, base=base))
+
+
+def in_stored_precision(model: Kind) -> Kind:
+    """The model itself, with weights in float32 or bfloat16 as its files are."""
     if model.stored_dtype != "float32":
         model.dtype = "bfloat16"
     return model
@@ -452,7 +463,7 @@ class Model:
                 kwargs=given | dict(options),
                 tie_weights=True,
             )
-        return jax_view(result.logits)
+        return jax_view(getattr(result, output_name(self.auto_class)))
 
     def loss(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = True
@@ -470,6 +481,18 @@ class Model:
         """
         losses, is_trained = self._token_losses(params, batch, *key, train=train)
         return Weighted(jnp.sum(losses), jnp.sum(is_trained.astype(jnp.float32)))
+
+    def running_loss(self, params: Params, batch: Batch) -> Weighted:
+        """A loss that needs no labels: runs that train nothing are planned with it.
+
+        Args:
+            batch: see `running_batch`.
+        """
+        return self.loss(params, batch, train=False)
+
+    def running_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of a batch of texts, which room is left for."""
+        return {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
 
     def log_probabilities(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = False

@@ -25,6 +25,16 @@ COUNTS = {
 MAX_EXPERTS = 2**17
 # No constructor computes a buffer of so many bytes.
 LARGE_BYTES = 2**30
+# Classes of `transformers` whose outputs are the states of the last layer, not logits.
+ENCODER = "AutoModel"
+# The encoders of encoder-decoders, such as T5's.
+TEXT_ENCODER = "AutoModelForTextEncoding"
+
+
+def output_name(auto_class: str) -> str:
+    """What the outputs of a class of models call the array that zinf takes of them."""
+    is_encoder = auto_class in (ENCODER, TEXT_ENCODER)
+    return "last_hidden_state" if is_encoder else "logits"
 
 
 def read_config(folder: Path) -> transformers.PretrainedConfig:
