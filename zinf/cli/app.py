@@ -13,7 +13,14 @@ import typer
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
-from zinf.cli.inference import AllowChanged, WeightBits, evaluate, generate
+from zinf.cli.inference import (
+    AllowChanged,
+    WeightBits,
+    embed,
+    evaluate,
+    generate,
+    score,
+)
 from zinf.cli.options import FINETUNE, GRPO, with_options
 from zinf.cli.trl import FamiliarCommand
 from zinf.core.process.uncollected import uncollected
@@ -41,6 +48,8 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.command()(generate)
 app.command()(evaluate)
+app.command()(score)
+app.command()(embed)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 Overrides = Annotated[

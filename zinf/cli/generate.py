@@ -1,33 +1,23 @@
 """`zinf generate` and `zinf evaluate`: models of transformers, run and not trained."""
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from math import exp
 from pathlib import Path
 from time import perf_counter
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from zinf import hf
-from zinf.cli.changes import told
-from zinf.cli.completions import (
-    check_output,
-    check_record,
-    check_settings,
-    complete_lines,
-    full_line,
-    record_settings,
-)
+from zinf.cli.outputs import JsonLines, check_output, resumed
 from zinf.core.config import Config
 from zinf.core.config.deciding import deciding
-from zinf.core.memory.lock_file import lock_beside, locked
-from zinf.core.text.complaint import complain, naming, tell
+from zinf.core.text.complaint import complain, tell
 from zinf.inference import ROWS, Drafts, Sampling, bucket
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
@@ -110,7 +100,7 @@ def write_completions(
             were made with other settings than now, which `allow_changed` does not name.
         StorageError: another command writes to the output.
     """
-    check_output(output, prompts)
+    check_output(output, prompts, "the file of prompts")
     model = hf.load_as_stored(name, base=base)
     sampling, drafts = hf.settings_of(model, given), hf.lookup_of(model, given)
     is_chat = _is_chat(model, chat)
@@ -127,38 +117,26 @@ def write_completions(
         "seed": seed,
         "chat": is_chat,
         **{f"sampling.{key}": value for key, value in asdict(sampling).items()},
-        **{k: v for k, v in deciding(config).items() if not _is_of_training(k)},
+        **{k: v for k, v in deciding(config).items() if not is_of_training(k)},
     }
-    # The same file has one lock by all its names.
-    beside = {output: lock_beside(output.resolve())}
-    with locked(beside, change="name another --output"):
-        done, num_bytes = complete_lines(output, [line for line, _ in lines])
-        check_record(output)
-        changed = check_settings(output, settings, allow_changed) if done else {}
-        if done:
-            _say(f"{output} has {done:,} of {len(lines):,} lines already.")
-        if done == len(lines):
+    read = [line for line, _ in lines]
+    form = JsonLines(read, [("completion",)] * len(read), "completion")
+    with resumed(output, form, settings, allow_changed, _say) as begun:
+        if begun.done == len(lines):
             return
-        if changed is None:
-            _say(f"What they were made with is not recorded beside {output}.")
-        if changed:
-            _say(f"The rest is made with other settings: {told(changed)}.")
         _say_if_endless(sampling.eos_token_ids, max_new_tokens)
-        longest = max(len(tokens) for _, tokens in lines[done:])
+        longest = max(len(tokens) for _, tokens in lines[begun.done :])
         with (
             hf.open_model(model, config, rows=ROWS, length=bucket(longest)) as engine,
-            naming(output),
-            output.open("ab") as stream,
+            begun.appending() as append,
         ):
-            record_settings(output, settings, changed, done)
-            stream.truncate(num_bytes)
             _complete(
                 engine,
-                lines,
-                stream,
+                [tokens for _, tokens in lines],
+                append,
                 sampling,
                 drafts=drafts,
-                done=done,
+                done=begun.done,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 batch_size=batch_size,
@@ -167,8 +145,8 @@ def write_completions(
 
 def _complete(
     engine: "hf.ModelEngine",
-    lines: Sequence[tuple[Mapping[str, Any], Any]],
-    stream: BinaryIO,
+    prompts: Sequence[np.ndarray],
+    append: Callable[[Sequence[Mapping[str, Any]]], None],
     sampling: Sampling,
     *,
     drafts: Drafts | None,
@@ -177,26 +155,23 @@ def _complete(
     seed: int,
     batch_size: int,
 ) -> None:
-    """Append all lines after the first `done`, a batch at a time."""
+    """Append all completions after the first `done`, a batch at a time."""
     start, count = perf_counter(), 0
-    for first in range(done, len(lines), batch_size):
-        some = lines[first : first + batch_size]
+    for first in range(done, len(prompts), batch_size):
+        some = prompts[first : first + batch_size]
         texts = hf.complete_texts(
             engine,
-            [tokens for _, tokens in some],
+            some,
             sampling,
             max_new_tokens=max_new_tokens,
             keys=_keys(seed, range(first, first + len(some))),
             rows=ROWS,
             drafts=drafts,
         )
-        for (line, _), text in zip(some, texts, strict=True):
-            stream.write(full_line(line, text))
-        stream.flush()
-        os.fsync(stream.fileno())
+        append([{"completion": text} for text in texts])
         count += len(some)
         rate = 60 * count / (perf_counter() - start)
-        _say(f"{first + len(some):,} of {len(lines):,} lines, {rate:.1f} a minute")
+        _say(f"{first + len(some):,} of {len(prompts):,} lines, {rate:.1f} a minute")
 
 
 def print_evaluation(
@@ -259,7 +234,8 @@ def _padded(
     return {"input_ids": tokens, "labels": labels}, num_microbatches
 
 
-def _is_of_training(key: str) -> bool:
+def is_of_training(key: str) -> bool:
+    """Whether a key that decides the numbers of a run has no effect without steps."""
     return key == "train_batch_size" or key.startswith("data.")
 
 

@@ -1,4 +1,4 @@
-"""Declares `zinf generate` and `zinf evaluate`."""
+"""Declares `zinf generate`, `zinf evaluate`, `zinf score` and `zinf embed`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -41,6 +41,13 @@ Overrides = Annotated[
         "--set",
         metavar="A.B=C",
         help="Set a key of a config, such as memory.host=8GiB; repeatable.",
+    ),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Most tokens of a line; if absent, what the model was made for.",
     ),
 ]
 TooLong = Literal["error", "truncate", "drop"]
@@ -246,6 +253,160 @@ def evaluate(
             sequence_length=sequence_length,
             too_long=too_long,
             completion_only=not whole,
+        )
+
+
+def score(
+    model: ModelName,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="JSON lines, a JSON array or parquet. Of a language model: text; "
+            "prompt and completion; messages, of which the last is scored; or prompt "
+            "and choices, a list of texts. Of a classifier: text, maybe text_pair, or "
+            "messages."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="File for the lines of --data, each with its scores. Lines that it "
+            "has are not made again. FILE.settings.json says how they are made."
+        ),
+    ],
+    choices: Annotated[
+        str | None,
+        typer.Option(
+            help="What may follow each prompt, as texts with commas between them, such "
+            "as yes,no or ' yes, no': the output has their probabilities and the best."
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="A prompt is what a user says to the assistant."),
+    ] = False,
+    max_length: MaxLength = None,
+    too_long: Annotated[
+        TooLong,
+        typer.Option(
+            help="Longer lines: error ends the command, truncate cuts them (at their "
+            "beginning; for a classifier at their end), drop gives them no score."
+        ),
+    ] = "error",
+    base: Base = None,
+    nvme: Nvme = None,
+    weight_bits: WeightBits = None,
+    allow_changed: AllowChanged = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Score each line of a file with a model that need not fit.
+
+    A language model gives log_likelihood (in nats) and num_tokens, how many are scored:
+    all of a text but its first token, or all of a completion, to which nothing is
+    added. With choices it gives log_likelihoods, probabilities that add up to 1, and
+    best. A classifier gives probabilities by class and best, or score if it has one
+    output.
+    """
+    from zinf.cli.generate import budgets
+    from zinf.cli.score import write_scores
+
+    with clean_errors(traceback):
+        write_scores(
+            model,
+            data,
+            output,
+            budgets(overrides or (), nvme, weight_bits),
+            choices=() if choices is None else choices.split(","),
+            chat=chat,
+            max_length=max_length,
+            too_long=too_long,
+            base=base,
+            allow_changed=allow_changed or (),
+        )
+
+
+def embed(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder of a model or of sentence-transformers, or a name on the "
+            "Hugging Face hub."
+        ),
+    ],
+    data: Annotated[
+        Path, typer.Option(help="JSON lines, a JSON array or parquet, with a text.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="FILE.npy for the vectors alone, float32 (lines, dims), or FILE.jsonl "
+            "for the lines of --data with an embedding. Lines that it has are not made "
+            "again. FILE.settings.json says how they are made."
+        ),
+    ],
+    column: Annotated[
+        str, typer.Option(help="Of the lines, which has the text.")
+    ] = "text",
+    pooling: Annotated[
+        Literal["mean", "last", "cls"] | None,
+        typer.Option(
+            help="Of the states of all tokens, the last or the first one. If absent, "
+            "as the folder of sentence-transformers says, else mean."
+        ),
+    ] = None,
+    normalize: Annotated[
+        bool | None,
+        typer.Option(
+            "--normalize/--no-normalize",
+            help="Whether vectors have the length 1. If absent, as the folder of "
+            "sentence-transformers says, else they have.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="What stands before each text.")
+    ] = None,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option(help="A prompt of the folder, such as query or document."),
+    ] = None,
+    max_length: MaxLength = None,
+    too_long: Annotated[
+        TooLong,
+        typer.Option(
+            help="Longer lines: truncate cuts them at their end, as "
+            "sentence-transformers does, error ends the command, drop gives them no "
+            "vector (.jsonl only)."
+        ),
+    ] = "truncate",
+    nvme: Nvme = None,
+    weight_bits: WeightBits = None,
+    allow_changed: AllowChanged = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Make a vector of each line of a file with a model that need not fit.
+
+    A folder of sentence-transformers loads with its pooling, layers, normalization,
+    length and prompts; sentence-transformers need not be installed.
+    """
+    from zinf.cli.generate import budgets
+    from zinf.cli.score import write_vectors
+
+    with clean_errors(traceback):
+        write_vectors(
+            model,
+            data,
+            output,
+            budgets(overrides or (), nvme, weight_bits),
+            column=column,
+            pooling=pooling,
+            normalize=normalize,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            max_length=max_length,
+            too_long=too_long,
+            allow_changed=allow_changed or (),
         )
 
 

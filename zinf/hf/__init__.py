@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from zinf.hf.critic import load_critic as load_critic
     from zinf.hf.dataset import no_samples as no_samples
     from zinf.hf.dataset import treated as treated
+    from zinf.hf.embedding import embed as embed
+    from zinf.hf.embedding import open_embedder as open_embedder
+    from zinf.hf.encoder import load_encoder as load_encoder
     from zinf.hf.engine import ModelEngine as ModelEngine
     from zinf.hf.engine import initialize as initialize
     from zinf.hf.engine import open_model as open_model
@@ -33,8 +36,11 @@ if TYPE_CHECKING:
     from zinf.hf.model import load as load
     from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.objectives.dpo import Preference as Preference
+    from zinf.hf.reader import AbstractReader as AbstractReader
     from zinf.hf.records import records as records
     from zinf.hf.samples import Tokenizing as Tokenizing
+    from zinf.hf.scoring import open_scorer as open_scorer
+    from zinf.hf.scoring import score as score
     from zinf.hf.task import Task as Task
 
 make_lazy(__name__, extra="hf", door="zinf.hf.versions")

@@ -162,11 +162,11 @@ class Tokenizing:
                 f"{type(line).__name__}."
             )
         if "messages" in line:
-            return self._conversation(line["messages"], tools_of(line, where), where)
+            return self.conversation(line["messages"], tools_of(line, where), where)
         if "prompt" in line and "completion" in line:
             prompt, completion = line["prompt"], line["completion"]
             if isinstance(prompt, list) and isinstance(completion, list):
-                return self._conversation(
+                return self.conversation(
                     [*prompt, *completion],
                     tools_of(line, where),
                     where,
@@ -204,7 +204,7 @@ class Tokenizing:
         end = self.tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
-    def _conversation(
+    def conversation(
         self, messages: Any, tools: Any, where: str, *, num_before: int = 0
     ) -> tuple[list[int], list[int]]:
         """The tokens and labels of a conversation.

@@ -4,13 +4,12 @@ Requests are tokenized, cut and scored as by the model `hf` there, so results ar
 up to rounding.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -24,10 +23,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zinf import hf
 from zinf.core.config import Config
+from zinf.hf.likelihood import Request, TokenScores, scored
+from zinf.hf.prefill import Prefill
 from zinf.hf.template import apply_template
-from zinf.inference import ROWS, bucket
+from zinf.inference import ROWS
 
-# With batch_size=auto: microbatches of `ROWS` that pass a layer before the next one.
+# With batch_size=auto: microbatches of `ROWS` texts that are written together.
 AUTO, MICROBATCHES = "auto", 8
 MAX_LENGTH = 2048  # For a model that does not say the longest sequence.
 Scored = tuple[float, bool]
@@ -42,7 +43,7 @@ class StreamedLM(TemplateLM):
         base: of an adapter, in place of the one that it names.
         nvme: a folder on a drive, for weights that memory has no room for.
         batch_size: sequences for which each weight is fetched once; "auto" (also
-            "auto:N") is 64.
+            "auto:N") is 64 for texts, and for scores as many as saturate.
         max_length: most tokens of a sequence; that of the model if None.
         max_gen_toks: most new tokens of a text, if the task does not say.
         add_bos_token: whether texts begin with the token that begins texts; None leaves
@@ -71,21 +72,21 @@ class StreamedLM(TemplateLM):
         self._model = hf.load_as_stored(pretrained, base=base)
         raw = {} if nvme is None else {"memory": {"nvme": str(Path(nvme))}}
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        self._config = Config.load(raw, overrides)
-        count = _batch_size(batch_size)
-        self.batch_size, self._rows = count, min(count, ROWS)
+        self.batch_size = _batch_size(batch_size)
         self.max_length = int(max_length or self._model.max_length or MAX_LENGTH)
         self._max_gen_toks, self._add_bos_token = max_gen_toks, add_bos_token
         self.tokenizer = self._model.tokenizer
-        self._engine: hf.ModelEngine | None = None
-        self._length = 0
-        self._scores: Callable[..., Any] = self._token_scores
+        self._prefill = Prefill(
+            self._model,
+            TokenScores(self._model),
+            Config.load(raw, overrides),
+            longest=self.max_length,
+            batch_size=None if _is_auto(batch_size) else self.batch_size,
+        )
 
     def close(self) -> None:
         """Free the weights; the next request reads them again."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._prefill.close()
 
     @property
     def eot_token_id(self) -> int:
@@ -165,28 +166,12 @@ class StreamedLM(TemplateLM):
         for texts, context, rest in requests:
             self._check(texts, context, rest)
         # As `hf` of lm-eval does: what is too long is cut on the left.
-        whole = [(c + r)[-(self.max_length + 1) :] for _, c, r in requests]
-        order = sorted(range(len(whole)), key=lambda i: -len(whole[i]))
-        found: list[Scored] = [(0.0, False)] * len(whole)
-        for some in _batches(order, self.batch_size):
-            length = self._bucket(max(len(whole[i]) for i in some) - 1)
-            num_microbatches = -(-len(some) // self._rows)
-            shape = num_microbatches * self._rows, length
-            batch = {n: np.zeros(shape, np.int32) for n in ("input_ids", "labels")}
-            for row, i in enumerate(some):
-                last = len(whole[i]) - 1
-                batch["input_ids"][row, :last] = whole[i][:-1]
-                batch["labels"][row, :last] = whole[i][1:]
-            engine = self._opened(length)
-            scores = engine.apply(
-                self._scores, batch, num_microbatches=num_microbatches
-            )
-            for row, i in enumerate(some):
-                last = len(whole[i]) - 1
-                part = slice(last - len(requests[i][2]), last)
-                total = scores["log_probability"][row, part].sum(dtype=np.float64)
-                found[i] = float(total), bool(scores["is_likeliest"][row, part].all())
-        return found
+        asked = [
+            Request(tuple((c + r)[-(self.max_length + 1) :]), len(r))
+            for _, c, r in requests
+        ]
+        found = scored(self._prefill, asked)
+        return [(x.log_likelihood, x.is_likeliest) for x in found]
 
     def _check(self, texts: Any, context: list[int], rest: list[int]) -> None:
         """Refuse what `hf` of lm-eval asserts, where no score would be right."""
@@ -199,16 +184,6 @@ class StreamedLM(TemplateLM):
             f"max_length = {self.max_length:,} are scored at once. Raise max_length, "
             "or leave the sample out."
         )
-
-    def _token_scores(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
-        """Of each label at its own position, given the tokens up to there."""
-        logits = self._model.logits(params, batch).astype(jnp.float32)
-        labels = batch["labels"]
-        chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        return {
-            "log_probability": chosen - jax.nn.logsumexp(logits, axis=-1),
-            "is_likeliest": logits.argmax(axis=-1) == labels,
-        }
 
     def generate_until(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -250,13 +225,13 @@ class StreamedLM(TemplateLM):
             text = self._text(made[number])
             return any(stop in text for stop in until if stop)
 
-        engine = self._opened(self._bucket(max(map(len, prompts))))
+        engine = self._prefill.engine(max(map(len, prompts)))
         sampling = hf.settings_of(self._model, given)
         tokens = engine.generate(
             prompts,
             max_new_tokens=max_new_tokens,
             key=jax.random.key(0),
-            rows=self._rows,
+            rows=min(self.batch_size, ROWS),
             on_token=is_over,
             **vars(sampling),
         )
@@ -266,22 +241,6 @@ class StreamedLM(TemplateLM):
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _bucket(self, length: int) -> int:
-        return min(bucket(length), self.max_length)
-
-    def _opened(self, length: int) -> hf.ModelEngine:
-        """An engine with room for sequences of this length beside the weights."""
-        if self._engine is None or length > self._length:
-            self.close()
-            self._engine = hf.open_model(
-                self._model, self._config, rows=self._rows, length=length
-            )
-            self._length = length
-            adapted = self._engine.adapted
-            if adapted is not None:
-                self._scores = adapted.applied(self._token_scores)
-        return self._engine
 
 
 def _batches(numbers: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -297,7 +256,7 @@ def _batch_size(given: int | str) -> int:
         ValueError: it is no positive number and not "auto".
     """
     # lm-eval looks for the largest batch anew N times with "auto:N"; here it is fixed.
-    if isinstance(given, str) and given.partition(":")[0] == AUTO:
+    if _is_auto(given):
         return ROWS * MICROBATCHES
     try:
         count = int(given)
@@ -308,3 +267,7 @@ def _batch_size(given: int | str) -> int:
             f"batch_size is {given!r}; it must be a positive number, auto or auto:N."
         )
     return count
+
+
+def _is_auto(given: int | str) -> bool:
+    return isinstance(given, str) and given.partition(":")[0] == AUTO

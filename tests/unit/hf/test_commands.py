@@ -28,8 +28,8 @@ import torch  # isort: skip
 import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
-from zinf.cli.completions import complete_lines, full_line  # isort: skip
 from zinf.cli.finetune import model_config  # isort: skip
+from zinf.cli.outputs import JsonLines  # isort: skip
 from zinf.core.config import Config  # isort: skip
 from zinf.core.memory.lock_file import lock_beside, locked  # isort: skip
 from zinf.core.plan import show_bytes  # isort: skip
@@ -281,6 +281,11 @@ def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
     assert not lock_beside(output).exists()
 
 
+def completions(count=1):
+    columns = [("completion",)] * count
+    return JsonLines([{"prompt": "w1"}] * count, columns, "completion")
+
+
 FOREIGN = {
     "a JSON file on one line": b'{"a": 1}',
     "a line of prompts": b'{"prompt": "w1"}',
@@ -296,15 +301,18 @@ def test_an_output_that_is_not_of_the_prompts_is_refused_untouched(tmp_path, con
     output = tmp_path / "out.jsonl"
     output.write_bytes(content)
     with pytest.raises(ValueError, match="is no completion of .* left as it is"):
-        complete_lines(output, [{"prompt": "w1"}])
+        completions().found(output)
     assert output.read_bytes() == content
 
 
 @pytest.mark.parametrize("count", range(len('{"prompt": "w1", "completion": "w2"}')))
 def test_a_line_that_was_cut_short_anywhere_is_known(tmp_path, count):
-    output, line = tmp_path / "out.jsonl", full_line({"prompt": "w1"}, "w2")
+    output, line = (
+        tmp_path / "out.jsonl",
+        completions().written(0, {"completion": "w2"}),
+    )
     output.write_bytes(line + line[:count])
-    assert complete_lines(output, [{"prompt": "w1"}] * 2) == (1, len(line))
+    assert completions(2).found(output) == (1, len(line))
 
 
 def test_the_prompts_are_not_the_output_by_any_name(tmp_path):

@@ -97,7 +97,7 @@ def test_scores_and_texts_are_those_of_the_model_hf(tmp_path, monkeypatch):
         "memory.host=1GiB,persistence_threshold=0",
         {"batch_size": 2, "device": "cpu"},
     )
-    assert ours._config.memory.host == 2**30
+    assert ours._prefill._config.memory.host == 2**30
     found = answers(ours, tmp_path)
     ours.close()
     assert found["texts"] == wanted["texts"]
