@@ -55,7 +55,9 @@ def test_a_table_says_what_each_batch_costs_and_makes_nothing(file, tmp_path):
     assert f"weights at rest: {show_bytes(4 * count)} on nvme" in found.stdout
     table = rows(found)
     assert [row["batch"] for row in table] == ["8", "16"]
+    assert "A batch of 8, 16: Streamed, because offload_param asks" in found.stdout
     for row in table:
+        assert row["mode"] == "streamed" and row["tokens/s"] == row["streamed"]
         # All weights once, for any number of sequences.
         assert row["drive read"] == show_bytes(4 * count)
         # Keys and values of one layer, in 32 slots of 4-byte numbers.
@@ -78,6 +80,21 @@ def test_a_mistake_is_one_clean_message(file):
         assert re.search(message, found.stderr, re.DOTALL)
     found = zinf("plan", file, "--weight-bits", "8", code=2)
     assert "--weight-bits is of --generate" in found.stderr
+
+
+@pytest.mark.slow
+def test_what_fits_the_device_has_the_times_of_both_modes(file):
+    """By times of executables that are measured for it, and by rates."""
+    fits = ("--set", "zero_optimization.offload_param=null", "--batch-sizes", "1,16")
+    for rates in ("measured", "fixed"):
+        found = run(file, *LENGTHS, *fits, "--set", f"rates={rates}")
+        assert "A batch of 1, 16: Fused, because everything fits" in found.stdout
+        for row in rows(found):
+            assert row["mode"] == "fused" and row["binds"] == "device"
+            assert float(row["tokens/s"]) > float(row["streamed"])
+    streamed = run(file, *LENGTHS, *fits, "--set", "execution=streamed")
+    assert "Streamed, because execution is 'streamed'" in streamed.stdout
+    assert {row["mode"] for row in rows(streamed)} == {"streamed"}
 
 
 @pytest.mark.slow

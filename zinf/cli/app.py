@@ -438,8 +438,9 @@ def plan(
 
     With --longest, plan for sequences of many lengths, and print the longest that fits.
 
-    With --generate, plan to run the model: where weights and caches rest, and the
-    predicted time of prompts and tokens for batches of several sizes.
+    With --generate, plan to run the model: where weights and caches rest, whether
+    generation is fused or streamed and why, and the predicted time of prompts and
+    tokens for batches of several sizes. --set rates=measured times this machine first.
 
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """

@@ -14,6 +14,7 @@ from zinf.cli.plan import on_machine, rates_note
 from zinf.cli.report import console
 from zinf.cli.task import task_of
 from zinf.core.config import Config
+from zinf.core.engine.initialize import measuring
 from zinf.core.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
 from zinf.core.program import Tier
 from zinf.core.step.setup import AtRest
@@ -22,6 +23,7 @@ from zinf.core.topology import Topology, only_read
 from zinf.inference import (
     Forecast,
     GenerationPlanner,
+    Pace,
     Sampling,
     Unfit,
     bucket,
@@ -33,11 +35,13 @@ from zinf.inference import (
 
 COLUMNS = (
     "batch",
+    "mode",
     "cache",
     "rests on",
     "prefill",
     "a token",
     "tokens/s",
+    "streamed",
     "binds",
     "drive read",
     "at most",
@@ -98,6 +102,8 @@ def _print_forecasts(
 ) -> int:
     running = task_of(config).running(bucket(asked.prompt_length))
     planner = running.planner(mesh=mesh, topology=machine)
+    if machine is None:
+        planner = measuring(planner)
     decoder = running.decoder(planner)
     lengths = asked.prompt_length, asked.max_new_tokens
     check_length(*lengths, decoder.max_length, "The prompt")
@@ -118,6 +124,7 @@ def _print_forecasts(
         Sampling(temperature=0.0),
         planner.problem.bound,
         jax.random.key(0),
+        running.execution,
     )
     resting = weight_bytes(placed.plan, generation)
     tell(f"weights at rest: {_by_tier(resting, placed.plan)}")
@@ -127,11 +134,11 @@ def _print_forecasts(
             asked.batch_sizes,
             prompt_length=asked.prompt_length,
             max_new_tokens=asked.max_new_tokens,
+            pace=_pace(config, machine, placed.plan),
         )
     )
     _print_table(found, resting)
-    tell(_uncounted(resting, machine))
-    tell(f"\n{rates_note(config, None if machine is None else machine.text)}")
+    tell(f"\n{_note(config, machine)}")
     return 0 if any(isinstance(x, Forecast) for x in found) else DOES_NOT_FIT
 
 
@@ -140,7 +147,7 @@ def _print_table(
 ) -> None:
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
-        is_text = name in ("rests on", "binds")
+        is_text = name in ("mode", "rests on", "binds")
         table.add_column(name, justify="left" if is_text else "right")
     fitting = [x for x in found if isinstance(x, Forecast)]
     for each in fitting:
@@ -150,6 +157,9 @@ def _print_table(
     if fitting:
         out.print(table)
         tell(f"\n{_verdict(fitting, resting)}")
+        for why in dict.fromkeys(each.why for each in fitting):
+            sizes = [str(each.batch_size) for each in fitting if each.why == why]
+            tell(f"A batch of {', '.join(sizes)}: {why}")
     for size in (x for x in found if isinstance(x, Unfit)):
         tell(f"a batch of {size.batch_size:,} does not fit: {size.reason}")
 
@@ -157,11 +167,13 @@ def _print_table(
 def _cells(each: Forecast, resting: Mapping[Tier, int]) -> tuple[str, ...]:
     bound = _bound_seconds(each, resting)
     return (
+        each.mode,
         show_bytes(each.cache_bytes),
         "host" if each.cache_tier is None else str(each.cache_tier),
         show_seconds(each.prefill_seconds),
         show_seconds(each.decode_seconds),
         f"{each.tokens_per_second:,.3g}",
+        f"{each.streamed_tokens_per_second:,.3g}",
         str(each.binding_link),
         show_bytes(each.bytes_of(Link.NVME_READ)),
         f"{each.batch_size / bound:,.3g}" if bound else "-",
@@ -170,8 +182,13 @@ def _cells(each: Forecast, resting: Mapping[Tier, int]) -> tuple[str, ...]:
 
 def _bound_seconds(each: Forecast, resting: Mapping[Tier, int]) -> float:
     """Seconds in which the drive reads the weights that rest there once."""
-    rates = each.made.decode.plan.rates.link_bytes_per_second
-    return resting[Tier.NVME] / rates[Link.NVME_READ]
+    return resting[Tier.NVME] / _drive_rate(each)
+
+
+def _drive_rate(each: Forecast) -> float:
+    """Bytes per second that the drive reads."""
+    rates = each.pace.rates_of(each.made.decode.plan)
+    return rates.link_bytes_per_second[Link.NVME_READ]
 
 
 def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
@@ -187,7 +204,7 @@ def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
         ]
     bound = _bound_seconds(best, resting)
     if bound:
-        rate = best.made.decode.plan.rates.link_bytes_per_second[Link.NVME_READ]
+        rate = _drive_rate(best)
         lines.append(
             f"'At most' is the bound of the drive: {show_bytes(resting[Tier.NVME])} of "
             f"weights at {rate / 1e9:.3g} GB/s are {show_seconds(bound)} a token of "
@@ -196,16 +213,32 @@ def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
     return "\n".join(lines)
 
 
-def _uncounted(resting: Mapping[Tier, int], machine: Topology | None) -> str:
-    """What the predicted times leave out."""
-    text = "Times count flops and links, and no reading from device memory"
-    if machine is None or not resting[Tier.DEVICE]:
-        return f"{text}."
-    rate = machine.chip.memory_bytes_per_second
-    seconds = show_seconds(resting[Tier.DEVICE] / rate)
+def _pace(config: Config, machine: Topology | None, placed: Plan) -> Pace:
+    """What the predicted times go by.
+
+    Args:
+        placed: the plan that says where weights rest; its rates were measured, if the
+            config asks for that.
+    """
+    if machine is not None:
+        # Half of the peak, as of all rates.
+        return Pace(memory_bytes_per_second=machine.chip.memory_bytes_per_second / 2)
+    if config.rates == "measured":
+        return Pace(placed.rates, is_measured=True)
+    return Pace()
+
+
+def _note(config: Config, machine: Topology | None) -> str:
+    if machine is not None:
+        return rates_note(config, machine.text)
+    if config.rates == "measured":
+        return (
+            "Times go by rates of this machine, and by its times of the executables, "
+            "which were measured now."
+        )
     return (
-        f"{text}: the weights that rest there take at least {seconds} a token and "
-        f"microbatch, at {rate / 1e12:.3g} TB/s."
+        f"{rates_note(config, None)} Times count flops and links, and no reading from "
+        "device memory. --set rates=measured measures this machine now."
     )
 
 

@@ -247,6 +247,10 @@ class RunningGpt:
         return models.num_parameters(self.shape)
 
     @property
+    def execution(self) -> str:
+        return self.config.execution
+
+    @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {"tokens": jax.ShapeDtypeStruct((ROWS, self.length + 1), np.int32)}
 

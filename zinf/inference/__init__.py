@@ -11,6 +11,7 @@ from zinf.inference.forecast import Unfit as Unfit
 from zinf.inference.forecast import forecasts as forecasts
 from zinf.inference.forecast import saturating as saturating
 from zinf.inference.forecast import weight_bytes as weight_bytes
+from zinf.inference.pace import Pace as Pace
 from zinf.inference.plan import GenerationPlanner as GenerationPlanner
 from zinf.inference.prompts import bucket as bucket
 from zinf.inference.prompts import check_length as check_length

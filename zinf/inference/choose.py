@@ -2,7 +2,13 @@
 
 import logging
 
-from zinf.inference.fused import CANNOT, fuse, why_not_fused, why_refused
+from zinf.inference.fused import (
+    CANNOT,
+    FusedPrograms,
+    fuse,
+    why_not_fused,
+    why_refused,
+)
 from zinf.inference.fused_run import FusedGeneration
 from zinf.inference.generate import StreamedGeneration
 from zinf.inference.generation import AbstractGeneration
@@ -18,15 +24,25 @@ def make_generation(planner: GenerationPlanner, shape: Shape) -> AbstractGenerat
         InfeasibleError: the streamed programs do not fit beside the arrays at rest.
         ValueError: the decoder returned something else than a decoder must.
     """
-    why = why_not_fused(planner)
-    found: AbstractGeneration | None = None
-    if why is None:
-        try:
-            found = FusedGeneration(shape, fuse(planner, shape))
-        except CANNOT as error:
-            why = why_refused(error)
-    if found is None:
-        assert why is not None
+    programs, why = fused_or_not(planner, shape)
+    found: AbstractGeneration
+    if programs is not None:
+        found = FusedGeneration(shape, programs)
+    else:
         found = StreamedGeneration(planner, planner.plan(shape), why)
     logger.info("generation: %s", found.why)
     return found
+
+
+def fused_or_not(
+    planner: GenerationPlanner, shape: Shape
+) -> tuple[FusedPrograms | None, str]:
+    """The fused programs if weights and cache fit the device, and why, or why not."""
+    why = why_not_fused(planner)
+    if why is not None:
+        return None, why
+    try:
+        programs = fuse(planner, shape)
+    except CANNOT as error:
+        return None, why_refused(error)
+    return programs, programs.plan.why

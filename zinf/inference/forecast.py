@@ -6,10 +6,15 @@ an engine puts them. No weight is needed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zinf.core.plan import InfeasibleError, Link, Plan
 from zinf.core.program import Role, Tier
+from zinf.core.step.forward import Forward
+from zinf.inference.choose import fused_or_not
 from zinf.inference.complete import ROWS
+from zinf.inference.fused import FusedPrograms, block_rows
+from zinf.inference.pace import Pace
 from zinf.inference.plan import Generation, GenerationPlanner, Shape
 from zinf.inference.prompts import check_length, shape_of
 
@@ -24,21 +29,45 @@ class Forecast:
 
     Attributes:
         batch_size: sequences that are completed together.
-        made: the programs, for as many microbatches as hold the batch.
+        made: the streamed programs, for as many microbatches as hold the batch.
+        fused: the fused programs; None if generation streams.
+        why: why generation is fused, or streams: a sentence.
+        pace: what times go by.
     """
 
     batch_size: int
     made: Generation
+    fused: FusedPrograms | None
+    why: str
+    pace: Pace
+
+    @property
+    def mode(self) -> str:
+        """How generation would run: "fused" or "streamed"."""
+        return "streamed" if self.fused is None else "fused"
 
     @property
     def prefill_seconds(self) -> float:
         """Seconds until each sequence has its first token."""
-        return self.made.prefill.plan.timeline.seconds
+        if self.fused is None:
+            return self.pace.timeline(self.made.prefill).seconds
+        # Prompts are read in blocks, each as a microbatch of fewer rows.
+        shape = self.made.shape
+        rows = block_rows(shape)
+        seconds = self._fused_seconds(self.made.prefill) * rows / shape.rows
+        return seconds * -(-self.batch_size // rows)
 
     @property
     def decode_seconds(self) -> float:
         """Seconds of one more token of each sequence."""
-        return self.made.decode.plan.timeline.seconds
+        if self.fused is None:
+            return self.streamed_seconds
+        return self._fused_seconds(self.made.decode) * self.made.decode.num_microbatches
+
+    @cached_property
+    def streamed_seconds(self) -> float:
+        """`decode_seconds` if generation streams."""
+        return self.pace.timeline(self.made.decode).seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -46,26 +75,42 @@ class Forecast:
         return self.batch_size / self.decode_seconds
 
     @property
+    def streamed_tokens_per_second(self) -> float:
+        """`tokens_per_second` if generation streams."""
+        return self.batch_size / self.streamed_seconds
+
+    def _fused_seconds(self, forward: Forward) -> float:
+        """Seconds of a microbatch whose segments are one program."""
+        return sum(self.pace.by_segment(forward))
+
+    @property
     def cache_tier(self) -> Tier | None:
         """Where the caches rest; None if all leaves pass through the host."""
+        if self.fused is not None:
+            return Tier.DEVICE
         return next(iter(self.made.decode.cache_homes.values()), None)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the caches of all sequences, at rest."""
+        """Bytes of the caches of all sequences; fused, of a microbatch."""
         program = self.made.decode.segmented.program
         once = sum(program.values[name].nbytes for name in program.caches)
-        return once * self.made.decode.num_microbatches
+        return once * (1 if self.fused else self.made.decode.num_microbatches)
 
     @property
     def binding_link(self) -> Link:
         """The link that is busy longest while a token is decoded."""
+        if self.fused is not None:
+            return Link.DEVICE
         plan = self.made.decode.plan
-        busy = plan.timeline.busy_seconds(plan.instructions)
+        timeline = self.pace.timeline(self.made.decode)
+        busy = timeline.busy_seconds(plan.instructions)
         return max(busy, key=lambda link: busy[link])
 
     def bytes_of(self, link: Link) -> int:
         """Bytes that one decoded token of each sequence moves over a link."""
+        if self.fused is not None:
+            return 0
         return self.made.decode.plan.link_bytes(link)
 
 
@@ -83,6 +128,7 @@ def forecasts(
     *,
     prompt_length: int,
     max_new_tokens: int,
+    pace: Pace | None = None,
 ) -> Iterator[Forecast | Unfit]:
     """What each batch size costs, in turn. Sequences have prompts of equal lengths.
 
@@ -90,6 +136,8 @@ def forecasts(
         batch_sizes: none: 1, then 8 doubled until tokens/s rise by less than a tenth,
             or nothing fits.
         prompt_length: tokens of a prompt.
+        pace: what times go by; None: the rates of the plans, which count no reading
+            from device memory.
 
     Raises:
         ValueError: the sequences are longer than the model allows.
@@ -97,6 +145,8 @@ def forecasts(
     longest = planner.decoder.max_length
     check_length(prompt_length, max_new_tokens, longest, "The prompt")
     made: dict[Shape, Generation | InfeasibleError] = {}
+    modes: dict[Shape, tuple[FusedPrograms | None, str]] = {}
+    pace = pace or Pace()
 
     def forecast(batch_size: int) -> Forecast | Unfit:
         # As `zinf generate`: a single prompt is a row, and lines of a file are ROWS.
@@ -111,7 +161,9 @@ def forecasts(
             count = -(-batch_size // rows)
             if count > 1:
                 found = planner.repeated(found, count)
-            return Forecast(batch_size, found)
+            if shape not in modes:
+                modes[shape] = fused_or_not(planner, shape)
+            return Forecast(batch_size, found, *modes[shape], pace)
         except InfeasibleError as error:
             made.setdefault(shape, error)
             return Unfit(batch_size, error)
