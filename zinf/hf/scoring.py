@@ -13,12 +13,15 @@ from transformers.models.auto.modeling_auto import (
 
 from zinf.core.engine.initialize import ConfigSource
 from zinf.core.interchange.names import listed
+from zinf.hf.adapter import read_adapter
 from zinf.hf.answers import laid_out
 from zinf.hf.batch import IGNORED
 from zinf.hf.completion import prompt_tokens
+from zinf.hf.folder import find_folder
 from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.likelihood import Request, TokenScores, scored
-from zinf.hf.model import Model, in_stored_precision, load, load_as_stored
+from zinf.hf.model import Model, in_stored_precision, load_as_stored
+from zinf.hf.module import read_config
 from zinf.hf.prefill import Prefill, Row
 from zinf.hf.reader import AbstractReader, Limit, as_object, check_text, missing
 from zinf.hf.records import standard, tools_of, with_content
@@ -98,8 +101,11 @@ def open_scorer(
     base: str | Path | None = None,
 ) -> AbstractReader:
     """What scores lines with a model; see `score`. It is a context manager."""
-    plain = load(name, base=base)
-    kinds: list[str] = list(plain.config.architectures or ())
+    folder = find_folder(name)
+    kinds: list[str] = []
+    # An adapter is of a language model; its base is looked at when that is loaded.
+    if read_adapter(folder) is None:
+        kinds += read_config(folder).architectures or ()
     heads = set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
     if heads.intersection(kinds):
         if choices or chat:

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from tests.command import run
 from tests.unit.hf.models import (
     CHAT,
     VOCAB,
@@ -14,7 +15,6 @@ from tests.unit.hf.models import (
     model_folder,
     on_tier,
     refusals,
-    run,
     tokenizer,
     turns,
     write,
@@ -100,12 +100,11 @@ def test_a_killed_run_of_scores_goes_on_and_writes_the_same_bytes(tmp_path):
     folder = model_folder(tmp_path)
     data, output = write(tmp_path / "in.jsonl", LINES), tmp_path / "out.jsonl"
     asked = ("score", folder, "--data", data, "--output", output, "--max-length", 19)
-    refused = run(*asked)
-    assert refused.exit_code == 2 and not output.exists()
+    refused = run(*asked, code=2)
+    assert not output.exists()
     assert "1 line has more tokens than max_length = 19: " in refused.output
     assert "line 6 (20 tokens)" in refused.output
     done = run(*asked, "--too-long", "drop")
-    assert done.exit_code == 0, done.output
     assert "They get no answer." in done.output
     content = output.read_bytes()
     made = [json.loads(line) for line in content.splitlines()]
@@ -122,10 +121,8 @@ def test_a_killed_run_of_scores_goes_on_and_writes_the_same_bytes(tmp_path):
     done = run(*asked, "--too-long", "drop")
     assert "has 2 of 6 lines already" in done.output
     assert output.read_bytes() == content
-    refused = run(*asked, "--too-long", "truncate")
-    assert refused.exit_code == 2 and '  too_long: "drop" -> "truncate"' in (
-        refused.output
-    )
+    refused = run(*asked, "--too-long", "truncate", code=2)
+    assert '  too_long: "drop" -> "truncate"' in refused.output
     assert output.read_bytes() == content
 
 
@@ -226,7 +223,6 @@ def test_a_killed_run_of_vectors_goes_on_and_writes_the_same_bytes(tmp_path):
     data, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.npy"
     asked = ["embed", tmp_path / "model", "--data", data, "--column", "title"]
     done = run(*asked, "--output", output)
-    assert done.exit_code == 0, done.output
     assert "1 line has more tokens than max_length = 12: " in done.output
     content, found = output.read_bytes(), np.load(output)
     pooled = vectors(model, TEXTS, POOLINGS["mean_tokens"])
@@ -237,14 +233,13 @@ def test_a_killed_run_of_vectors_goes_on_and_writes_the_same_bytes(tmp_path):
         output.write_bytes(content[:kept])
         with pytest.raises(ValueError):
             np.load(output)
-        assert run(*asked, "--output", output).exit_code == 0
+        run(*asked, "--output", output)
         assert output.read_bytes() == content
     # Other lines have other vectors.
     write(data, [{"title": "w9"}, *lines[1:]])
-    refused = run(*asked, "--output", output)
-    assert refused.exit_code == 2 and "  data.content: " in refused.output
-    done = run(*asked, "--output", tmp_path / "out.jsonl")
-    assert done.exit_code == 0, done.output
+    refused = run(*asked, "--output", output, code=2)
+    assert "  data.content: " in refused.output
+    run(*asked, "--output", tmp_path / "out.jsonl")
     made = [json.loads(x) for x in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["title"] for line in made] == ["w9", *TEXTS[1:]]
     again = np.array([line["embedding"] for line in made[1:]], np.float32)
@@ -315,8 +310,7 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
 
     def command(*asked):
         def refused():
-            found = run(*asked)
-            assert found.exit_code == 2
+            found = run(*asked, code=2)
             raise ValueError(found.output.strip())
 
         return refused
