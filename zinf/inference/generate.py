@@ -330,15 +330,20 @@ class _Run:
 
     def known_tokens(self, running: Sequence[int]) -> dict[int, np.ndarray]:
         """The last token of each running sequence and the guesses after it, by row."""
-        texts = []
-        for request in map(self.request, running):
-            new = np.asarray(self.texts.made[request.number].tokens, np.int32)
-            texts.append(np.concatenate([request.tokens, new]))
-        known = np.asarray([text[-1:] for text in texts])
+        requests = [self.request(row) for row in running]
+        new = [self.texts.made[request.number].tokens for request in requests]
+        last = [
+            [*r.tokens[-1:], *own][-1:] for r, own in zip(requests, new, strict=True)
+        ]
+        known = np.asarray(last, np.int32)
         if (drafts := self.job.drafts) is not None:
-            numbers = [self.request(row).number for row in running]
-            guesses = drafts.guesses(numbers, texts, self.planned.vocab_size)
-            known = np.concatenate([known, guesses], axis=1)
+            texts = [
+                np.concatenate([request.tokens, np.asarray(own, np.int32)])
+                for request, own in zip(requests, new, strict=True)
+            ]
+            numbers = [request.number for request in requests]
+            found = drafts.guesses(numbers, texts, self.planned.vocab_size)
+            known = np.concatenate([known, found], axis=1)
         return dict(zip(running, known, strict=True))
 
     def take_caches(
