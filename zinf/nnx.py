@@ -42,7 +42,7 @@ ORDER = (
 
 @runtime_checkable
 class Decodes(Protocol):
-    """What a module has that says how it completes prompts and scores tokens.
+    """Methods with which a module completes prompts and scores tokens.
 
     With it `engine.generate` needs no decoder, and `engine.log_probabilities` works.
     `zinf.inference.Decoder` says what the methods return. `zinf.models.GPT` has them.
@@ -65,7 +65,7 @@ class Decodes(Protocol):
 
 @runtime_checkable
 class TakesBack(Decodes, Protocol):
-    """What a module has that can check drafts besides.
+    """Methods with which a module can also check drafts.
 
     `zinf.inference.Decoder` says what the methods return.
     """
@@ -276,7 +276,7 @@ class _Loss:
     def _run(
         self, params: Tree, state: Tree, batch: Any, *key: jax.Array
     ) -> tuple[Any, _Split]:
-        """What the loss returns, and the module after it."""
+        """The result of the loss, and the module's parts after it."""
         module = nnx.merge(self.graphdef, params, state)
         keys = nnx.to_pure_dict(nnx.state(module, nnx.RngKey))
         if self.is_reseeded:

@@ -230,7 +230,7 @@ def _topology(gpu: Gpu, num_hosts: int, devices_per_host: int) -> Any:
 
 @contextmanager
 def _without_libraries() -> Iterator[None]:
-    """jax registers its plugin in the body even where CUDA's libraries are absent."""
+    """In the `with` block, jax registers its CUDA plugin without CUDA's libraries."""
     if SKIPS_LIBRARIES in os.environ:
         yield
         return

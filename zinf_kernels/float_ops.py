@@ -21,7 +21,10 @@ FLOAT = ir.FloatType()
 
 
 def inlined(build: Any) -> Any:
-    """`intrinsic`; a type checker would take its first parameter for the caller's."""
+    """`numba.extending.intrinsic`, behind a function for the type checker.
+
+    A checker would take the first parameter of `build` for the caller's.
+    """
     return intrinsic(build)
 
 

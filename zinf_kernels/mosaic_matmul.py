@@ -113,7 +113,7 @@ def for_tiles(
         )
 
     def ignore(*_: Any, **__: Any) -> None:
-        """Allocations do not depend on the computation."""
+        """Does nothing: allocations do not depend on the computation."""
 
     @partial(
         pl.run_scoped,
@@ -161,7 +161,7 @@ def transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
 
 
 def _steps(dtype: Any, memory_bytes: int, tiles: Tiles) -> int:
-    """Pieces of the factors that fit in shared memory at once."""
+    """Number of pieces of the factors that fit in shared memory at once."""
     elements = tiles.k * (tiles.m * COMPUTE_WARPGROUPS + tiles.n)
     room = SHARED_BYTES - memory_bytes
     return min(room // (elements * jnp.dtype(dtype).itemsize), MOST_STEPS)

@@ -52,14 +52,14 @@ class Adapted:
     loaded: Mapping[str, Any] | None = None
 
     def config(self, config: Any = None) -> Config:
-        """A config in which the base is frozen, and `adapter` is done."""
+        """A config that freezes the base and has no `adapter` section left to apply."""
         given = Config.load(config)
         frozen = tuple(f"{BASE}/{pattern}" for pattern in given.frozen)
         changed = {"frozen": (*self.frozen, *frozen), "adapter": None}
         return given.model_copy(update=changed)
 
     def applied(self, function: Callable) -> "AdaptedFunction":
-        """A function of the user's parameters as one of `params`, without dropout.
+        """Turn a function of the user's parameters into one of `params`; no dropout.
 
         Args:
             function: takes the user's parameters first, and no random key.
@@ -135,7 +135,7 @@ class Layout:
         return {BASE: jax.tree.unflatten(self.structure, base), ADAPTER: adapters}
 
     def values(self, params: Any, rows: Any) -> dict[str, Any]:
-        """For each path a leaf, or a `Weight` with its parts.
+        """The user's leaves by key path, whole or as a `Weight` with its parts.
 
         Args:
             rows: what makes the numbers of a stack's rows, or None without dropout.
@@ -167,7 +167,7 @@ class Layout:
     def _compute_dtype(
         self, base: Mapping[str, Any], adapters: Mapping[str, Any]
     ) -> Any:
-        """That of float32 parameters as the loss gets them: of mixed precision."""
+        """Dtype in which the loss gets float32 parameters; None: it gets none."""
         for value in adapters.values():
             if isinstance(value, Mapping):
                 return value[LORA_A].dtype

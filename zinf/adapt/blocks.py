@@ -79,7 +79,7 @@ class Encoding:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The arrays that a weight is stored as; codes come first."""
+        """Names of the arrays that a weight is stored as; the codes come first."""
         return (CODES, SCALES) if self.is_symmetric else (CODES, SCALES, LEAST)
 
     @property
@@ -91,7 +91,7 @@ class Encoding:
         return BITS[self.name]
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays that a weight is stored as."""
+        """Shapes and dtypes of the arrays that a weight of this shape is stored as."""
         lead = shape[: self.stack]
         count = -(-prod(shape[self.stack :]) // self.block)
         width = self.block * self.bits // 8
@@ -101,7 +101,10 @@ class Encoding:
         return found | dict.fromkeys(self.names[1:], of_blocks)
 
     def encode(self, weight: Any) -> dict[str, Any]:
-        """The arrays that a weight is stored as. Entries must be finite."""
+        """Encode a weight as the arrays that it is stored as, by name.
+
+        Entries must be finite.
+        """
         lead = weight.shape[: self.stack]
         rows = jnp.asarray(weight).astype(jnp.float32).reshape(prod(lead), -1)
         rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % self.block)))
@@ -159,7 +162,7 @@ class Encoding:
 
 
 def _from_least(blocks: Any, bits: int) -> tuple[Any, Any, Any]:
-    """Codes from 0 to 2**bits - 1, the step between two of them, and the value of 0."""
+    """Codes from 0 to 2**bits - 1, the step between codes, and the value of code 0."""
     largest = np.float32(2**bits - 1)
     least = jnp.min(blocks, axis=1)
     scales = (jnp.max(blocks, axis=1) - least) / largest
@@ -170,7 +173,7 @@ def _from_least(blocks: Any, bits: int) -> tuple[Any, Any, Any]:
 
 
 def _packed(codes: Any) -> Any:
-    """Two codes of 4 bits a byte, the first in the high half."""
+    """Codes of 4 bits packed two a byte, the first in the high half."""
     return (codes[:, 0::2] << 4) | codes[:, 1::2]
 
 
@@ -179,7 +182,7 @@ def _unpacked(codes: Any) -> Any:
 
 
 def _nf4(blocks: Any) -> tuple[Any, Any]:
-    """Two codes a byte, the first in the high half, and the scale of each block."""
+    """NF4 codes, two a byte with the first in the high half, and scales of blocks."""
     scales = jnp.max(jnp.abs(blocks), axis=1)
     safe = jnp.where(scales > 0, scales, jnp.ones_like(scales))
     # bitsandbytes multiplies by the reciprocal.

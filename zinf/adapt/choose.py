@@ -139,7 +139,10 @@ def module_of(path: str) -> str:
 def _named(
     names: str | Sequence[str], leaves: Mapping[str, Any], found: Found
 ) -> list[str]:
-    """The weights that target_modules names; a leaf alone must be able to have one."""
+    """Key paths of the weights that `target_modules` names.
+
+    A leaf that is named by itself, not by its module, must be able to have an adapter.
+    """
     _refuse_unmatched("target_modules", names, leaves)
     chosen = []
     refused: dict[str, str] = {}
@@ -193,7 +196,7 @@ def _matches(path: str, names: str | Sequence[str]) -> bool:
 
 
 def _as_kernel(shape: tuple[int, ...]) -> Contraction:
-    """Outputs in the last dim, as in kernels of Flax and Haiku."""
+    """The contraction of a kernel as in Flax and Haiku: outputs in the last dim."""
     dims = tuple(i for i, size in enumerate(shape) if size != 1)
     return Contraction(0, (), dims[:-1], dims[-1:], is_product=False)
 

@@ -41,7 +41,7 @@ class Contraction:
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a value.
+    """How a value of the loss relates to the parameters and to the batch.
 
     Attributes:
         path: the parameter that it is, or None.
@@ -60,7 +60,7 @@ class Fact:
 
     @property
     def value(self) -> "Fact":
-        """The same without a parameter's identity."""
+        """The fact without the parameter: whether the value depends on the batch."""
         return Fact(is_active=self.is_active)
 
 
@@ -163,7 +163,7 @@ class _Finder(Follower[Fact]):
         return found
 
     def view(self, equation: Any, facts: list[Fact]) -> Fact | None:
-        """The fact of a parameter that is seen in another form, else None."""
+        """The fact after an equation that only rearranges a parameter; else None."""
         fact = facts[0]
         assert fact.path is not None
         shape = self.shapes[fact.path]

@@ -91,7 +91,7 @@ def save_adapter(
 def load_adapter(
     adapted: Adapted, directory: Path | str, *, naming: Naming | None = None
 ) -> Adapted:
-    """The same, with first values from a folder that `save_adapter` or PEFT wrote.
+    """`adapted` with first values from a folder that `save_adapter` or PEFT wrote.
 
     Args:
         naming: of the model of PEFT. Tensors of a tied leaf must be the same under each
@@ -161,7 +161,7 @@ def _peft_config(adapted: Adapted, naming: Naming) -> dict[str, Any]:
 
 
 def _own_config(adapted: Adapted) -> dict[str, Any]:
-    """The base's leaves, and how they were kept: an adapter is for just these."""
+    """What a saved adapter must match: the base's leaves and how they are stored."""
     layout, adapter = adapted.layout, adapted.adapter
     kept = ENCODING_KEYS if adapter.quantize_base is not None else ()
     return {key: getattr(adapter, key) for key in kept} | {

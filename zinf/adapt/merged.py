@@ -94,14 +94,15 @@ class MergedTensors(AbstractTensors):
 def names_of_base(
     adapter: Adapter, names: Mapping[str, str] | None
 ) -> Callable[[str], str]:
-    """The name of a base's tensor by key path, to import a base under an adapter.
+    """A function from key path to tensor name, to import a base under an adapter.
 
     Args:
-        names: names by key path in the user's parameters; by default its own, with ".".
+        names: names of tensors by key path in the user's parameters. A path that is
+            absent is the name itself, with "." in place of "/".
 
     Raises:
-        ValueError: the base is stored otherwise than in the file, or the adapter has
-            values that were computed from it.
+        ValueError: the base is stored quantized, or the adapter uses DoRA, whose first
+            values are computed from the base.
     """
     if adapter.quantize_base is not None or adapter.use_dora:
         key = "use_dora" if adapter.use_dora else "quantize_base"

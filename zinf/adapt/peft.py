@@ -20,7 +20,7 @@ BASE_LAYER = ".base_layer."
 
 @dataclass(frozen=True)
 class Naming:
-    """What the model of PEFT is, where key paths of leaves do not say it.
+    """Names of leaves in the PEFT model, where key paths do not determine them.
 
     Attributes:
         tied: all names of a leaf that the model has in several places, with ".", by
@@ -33,21 +33,21 @@ class Naming:
     embeddings: frozenset[str] = frozenset()
 
     def of(self, path: str) -> tuple[str, ...]:
-        """The names of a leaf."""
+        """The names of the leaf at `path` in the PEFT model."""
         return self.tied.get(path, (path.replace("/", "."),))
 
 
 @dataclass(frozen=True)
 class PeftTensor:
-    """The array of a tensor of a file.
+    """Which array of a run one tensor of a PEFT file holds.
 
     Attributes:
         leaf: its key path in the user's parameters.
         part: which factor; None: the leaf, which is trained whole.
         target: of the leaf; None if it is trained whole.
-        is_turned: what is summed over in this place is the outputs elsewhere, so each
-            factor is the other one.
-        is_again: another tensor is the same, under another name of the leaf.
+        is_turned: the leaf is tied, and here its products sum over the dim that is
+            their output elsewhere, so lora_A and lora_B change places.
+        is_again: another tensor, under another name of the leaf, has the same content.
     """
 
     leaf: str
@@ -62,7 +62,7 @@ class PeftTensor:
         return f"{ADAPTER}/{self.leaf}{end}"
 
     def shape(self, adapted: Adapted) -> tuple[int, ...]:
-        """That of the tensor."""
+        """The shape of the tensor."""
         if self.target is None or self.part is None:
             return tuple(adapted.layout.specs[self.leaf].shape)
         shape = peft_shape(self.target, self.part)
@@ -92,7 +92,7 @@ def peft_tensors(adapted: Adapted, naming: Naming) -> dict[str, PeftTensor]:
 def _ends(
     path: str, name: str, target: Target, naming: Naming
 ) -> Iterator[tuple[str, str, bool]]:
-    """The end of a tensor's name, the part of the adapter, and whether it is turned."""
+    """For each part: the end of its tensor's name, the part, and `is_turned`."""
     is_embedding = name in naming.embeddings
     parts = tuple(target.factor_shapes)
     is_turned = False

@@ -75,7 +75,7 @@ class Rewriter(Evaluator):
         return [result]
 
     def dot(self, equation: Any, values: list[Any]) -> Any:
-        """The product with a weight and its factors; None if they do not fit it."""
+        """x @ weight plus the adapter's product; None if the dims do not fit."""
         side = 0 if isinstance(values[0], Weight) else 1
         weight, x = (
             values[side],
@@ -200,14 +200,14 @@ def factors(
 
 
 def wide(dims: Sequence[int], target: Target) -> set[int]:
-    """The dims that are not of size 1."""
+    """Those of `dims` that are not of size 1 in the target's weight."""
     return {i for i in dims if target.shape[i] != 1}
 
 
 def with_lengths(
     found: Any, weight: Weight, fit: Factors, places: Sequence[int]
 ) -> Any:
-    """A product with DoRA's factor of each column; without DoRA the product itself.
+    """A product times DoRA's factor of each column; without DoRA the product.
 
     Args:
         places: the product's dims that are batch and free dims of the weight.
@@ -222,7 +222,7 @@ def with_lengths(
 
 
 def view(equation: Any, values: list[Any]) -> Weight | None:
-    """The weight after an equation that only shows it otherwise, else None."""
+    """The weight after a cast, transpose, reshape or row read of it; else None."""
     weight: Weight = values[0]
     target, name = weight.target, equation.primitive.name
     new = equation.outvars[0].aval.shape
@@ -246,7 +246,7 @@ def view(equation: Any, values: list[Any]) -> Weight | None:
 
 
 def _row(equation: Any, part: Any, starts: Sequence[Any]) -> Any:
-    """The row of a part that an equation takes of the weight."""
+    """The row of one of the weight's arrays that a slice equation reads."""
     if equation.primitive.name == "slice":
         start = equation.params["start_indices"][0]
         return lax.squeeze(lax.slice_in_dim(part, start, start + 1), (0,))

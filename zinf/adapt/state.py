@@ -159,7 +159,7 @@ class FirstState(AbstractTensors):
         return codes
 
     def _blocks(self, path: str, rows: tuple[int, int]) -> np.ndarray:
-        """The numbers behind some rows of codes, [count, block]."""
+        """The unencoded numbers of the blocks of some rows of codes, [count, block]."""
         target = self._adapted.targets[path]
         assert target.encoding is not None
         block, stack = target.encoding.block, target.encoding.stack
@@ -185,7 +185,7 @@ class FirstState(AbstractTensors):
         return self._kept[1][part]
 
     def _lengths(self, path: str, rows: tuple[int, int]) -> np.ndarray:
-        """The lengths of the columns of the weight as the loss will see it."""
+        """The L2 norms of the columns of the weight as the loss will see it."""
         target = self._adapted.targets[path]
         is_by_row = _has_lengths_by_row(target)
         taken = rows if is_by_row else (0, target.shape[0])

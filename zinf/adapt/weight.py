@@ -91,12 +91,12 @@ class Weight:
 
     @property
     def is_row(self) -> bool:
-        """Whether it is the weight, or a row of its stack, up to casts."""
+        """Whether the view is the weight, or one row of its stack, up to casts."""
         return self.dims == own_dims(self.target.shape)[self.taken :]
 
     @property
     def casts(self) -> tuple[tuple[str, Any], ...]:
-        """The steps, if the dims are those of the weight: the others cancel."""
+        """The casts among `steps`: if `is_row`, the other steps cancel out."""
         return tuple(s for s in self.steps if s[0] == "cast")
 
 
@@ -113,7 +113,7 @@ def _unflatten(static: Any, parts: Sequence[Any]) -> Weight:
 
 @dataclass(frozen=True)
 class _Static:
-    """All of a weight but its arrays, to be compared by jax."""
+    """All fields of a weight but its arrays, as static data that jax compares."""
 
     weight: Weight
 
@@ -134,7 +134,7 @@ def lead_left(weight: Weight) -> tuple[int, ...]:
 
 
 def product(weight: Weight) -> Any:
-    """scale * lora_A lora_B of a row, in the order of the weight's dims."""
+    """scale * lora_A @ lora_B of a weight or a row, dims in the weight's order."""
     target, lead = weight.target, lead_left(weight)
     inputs, outputs = target.contraction.inputs, target.contraction.outputs
     count, dtype = len(lead), weight.own_dtype
@@ -186,7 +186,9 @@ def merged(weight: Weight) -> Any:
 
 
 def gain(weight: Weight) -> Any:
-    """DoRA's factor of each column: its magnitude over its length, float32.
+    """DoRA's factor of each column: its magnitude over its L2 norm, float32.
+
+    The norm has no gradient (section 4.3 of the paper). Dims: lead, outputs.
 
     The length has no gradient (section 4.3 of the paper). Dims: lead, outputs.
     """
@@ -195,7 +197,7 @@ def gain(weight: Weight) -> Any:
 
 
 def lengths(row: Any, target: Target, *, taken: int = 0) -> Any:
-    """The length of each column of a weight or a row of it. Dims: lead, outputs."""
+    """The L2 norm of each column of a weight or of a row of it. Dims: lead, outputs."""
     lead = tuple(i for i in target.lead if i >= taken)
     order = (*lead, *target.contraction.outputs)
     squares = jnp.square(row.astype(jnp.float32))
@@ -249,7 +251,7 @@ def scaled(x: Any, factor: float) -> Any:
 
 
 def step(weight: Weight, name: str, argument: Any, dims: Dims, dtype: str) -> Weight:
-    """The weight after one more step."""
+    """The view after one more step, `name` with its `argument`: it has `dims`."""
     steps = (*weight.steps, (name, argument))
     return replace(weight, steps=steps, dims=dims, dtype=dtype)
 

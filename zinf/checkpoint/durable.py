@@ -40,7 +40,7 @@ class DurableRename(atomicity.AtomicRenameTemporaryPath):
             await asyncio.to_thread(self._checkpoint_metadata_store.wait_until_finished)
 
     async def _forget_own_files(self) -> None:
-        """Wait for them, and drop their errors, of which Orbax raises one at a time."""
+        """Wait for Orbax's metadata, and drop its errors, which come one at a time."""
         is_done = False
         while not is_done:
             with suppress(OSError):

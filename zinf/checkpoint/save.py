@@ -140,7 +140,7 @@ class AbstractSave(ABC):
     def _open_writer(self) -> AbstractWriter: ...
 
     def _write(self, writer: AbstractWriter) -> None:
-        """Write the held stripes first, since updates wait for them; then the rest."""
+        """Write held stripes first, as updates wait for them; then linked files."""
         part, is_first = self.part, jax.process_index() == 0
         for share in self.snapshot.shares:
             part.grids[share.array] = share.grid

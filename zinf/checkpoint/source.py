@@ -194,7 +194,7 @@ class ChunkSource(ABC):
         """A function that reads ranges of a chunk file.
 
         With `verify` the ranges must be the whole file, in order. Its checksum is
-        compared when the body ends.
+        compared after the `with` block.
 
         Args:
             nbytes: length of the ranges.

@@ -26,14 +26,14 @@ Folder = TypeVar("Folder", Path, ObjectFolder)
 
 
 class Written(Protocol):
-    """A file on its way."""
+    """A write of a file that has begun; `result` waits for it."""
 
     def result(self) -> None:
         """Wait until the file is safe; raise StorageError if it was not written."""
 
 
 class Done:
-    """A file that is safe already."""
+    """A `Written` whose file is on the drive already."""
 
     def result(self) -> None: ...
 

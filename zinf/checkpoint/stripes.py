@@ -88,7 +88,7 @@ def fitted(
 def _cut(
     stripe: ArrayId, share: Share, residents: Residents, left: Mapping[Tier, int]
 ) -> list[ArrayId]:
-    """A stripe as pieces that fit; itself if it does."""
+    """A stripe cut into runs of rows that fit `left`; uncut if it fits."""
     limit = left[Tier.HOST] // NUM_BLOCKS_HELD
     is_whole = not _copied_bytes(stripe, share, residents)
     if not share.spec.shape or (is_whole and stripe_bytes(stripe, share) <= limit):
@@ -120,7 +120,7 @@ def _copied_bytes(stripe: ArrayId, share: Share, residents: Residents) -> int:
 def counted(
     held: Mapping[Tier, int], residents: Residents, what: str
 ) -> Generator[int, None, None]:
-    """Reserve `held` in the ledgers of the tiers while the body runs.
+    """Reserve `held` in the ledgers of the tiers while the `with` block runs.
 
     Yields the reserved bytes of the host.
 

@@ -45,7 +45,7 @@ def check_changed(
 
 
 def told(changed: Changed) -> str:
-    """The changes in one line."""
+    """The changed settings with their old and new values, in one line."""
     return ", ".join(f"{key} {_shown(*values)}" for key, values in changed.items())
 
 

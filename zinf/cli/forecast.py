@@ -50,7 +50,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What generation is planned for."""
+    """The prompt length, new tokens and batch sizes that a forecast is for."""
 
     prompt_length: int
     max_new_tokens: int
@@ -181,7 +181,7 @@ def _cells(each: Forecast, resting: Mapping[Tier, int]) -> tuple[str, ...]:
 
 
 def _bound_seconds(each: Forecast, resting: Mapping[Tier, int]) -> float:
-    """Seconds in which the drive reads the weights that rest there once."""
+    """Seconds that the drive takes to read once the weights that rest on nvme."""
     return resting[Tier.NVME] / _drive_rate(each)
 
 

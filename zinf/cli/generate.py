@@ -225,7 +225,10 @@ def print_evaluation(
 def _padded(
     samples: Sequence[tuple[list[int], list[int]]],
 ) -> tuple[dict[str, np.ndarray], int]:
-    """A batch of whole microbatches, and how many; what is filled has no label."""
+    """Samples padded to whole microbatches, and the number of these.
+
+    Padded rows and tokens have no label.
+    """
     num_microbatches = -(-len(samples) // ROWS)
     shape = num_microbatches * ROWS, bucket(max(len(ids) for ids, _ in samples))
     tokens, labels = np.zeros(shape, np.int32), np.full(shape, hf.IGNORED, np.int32)
@@ -235,7 +238,7 @@ def _padded(
 
 
 def is_of_training(key: str) -> bool:
-    """Whether a key that decides the numbers of a run has no effect without steps."""
+    """Whether a key, which decides the numbers of training, affects nothing else."""
     return key == "train_batch_size" or key.startswith("data.")
 
 

@@ -1,4 +1,4 @@
-"""What a config asks to do with zinf's own GPT."""
+"""The task of a config with zinf's own GPT: its model, loss and data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,13 +95,13 @@ class GptTask:
         return {"tokens": jax.ShapeDtypeStruct(shape, np.int32)}
 
     def teacher_logits(self, batch: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
-        """What a teacher adds to a batch."""
+        """Shape and dtype of the logits that a teacher adds to a batch."""
         rows, length = batch["tokens"].shape
         shape = rows, length - 1, self.shape.vocab_size
         return jax.ShapeDtypeStruct(shape, np.float32)
 
     def _given(self, group: AbstractGroup) -> tuple[Callable, Callable, dict[str, Any]]:
-        """The loss and the parameters of the model, and its key and batch."""
+        """The loss, the function that makes the parameters, and other arguments."""
         config, shape = self.config, self.shape
         init, loss = models.init_and_loss(shape, seed=config.run.seed)
         dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
@@ -166,7 +166,7 @@ class GptTask:
 
     @property
     def _knows_weights(self) -> bool:
-        """Whether the loss knows rows without weight."""
+        """Whether the loss ignores rows of weight 0, which fill the last batch."""
         return True
 
     describe = staticmethod(describe)

@@ -239,7 +239,7 @@ def resumed(
     allowed: Sequence[str],
     say: Callable[[str], None],
 ) -> Iterator[Resumed]:
-    """What an output has already; in the body no other command writes to it.
+    """What an output has already; in the `with` block no other command writes to it.
 
     Args:
         settings: what the answers depend on.

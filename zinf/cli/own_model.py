@@ -93,7 +93,7 @@ def code_digest(config: Config) -> str:
 
 
 def _is_module(params: Any) -> bool:
-    """Whether these are a module of flax.nnx, which takes half a second to import."""
+    """Whether `params` is a flax.nnx module, without importing flax.nnx (0.5 s)."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(params, nnx.Module)
 

@@ -94,7 +94,7 @@ class Teacher:
 
     @contextmanager
     def named_in_errors(self) -> Generator[None, None, None]:
-        """Plans of the student in the body: an error says what the teacher takes."""
+        """In the `with` block, infeasible plans also say what the teacher takes."""
         try:
             yield
         except InfeasibleError as error:

@@ -197,7 +197,7 @@ def _opened(
     opened: ExitStack,
     say: Callable[[str], None],
 ) -> tuple[Engine, grain.IterDataset]:
-    """`(engine, data)` of a run, with what a teacher says of each batch.
+    """The opened engine and data of a run; batches have a teacher's logits, if any.
 
     Args:
         opened: closes what this opens.

@@ -175,7 +175,7 @@ def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 @dataclass
 class _Options:
-    """What the arguments given so far come to.
+    """The arguments of zinf that the arguments given so far translate to.
 
     Attributes:
         done: arguments of zinf.
@@ -236,7 +236,7 @@ class _Options:
         self.done += ["--set", f"{key}={values[0] if values else 'true'}", *values[1:]]
 
     def ended(self) -> list[str]:
-        """All arguments, with what follows from several options."""
+        """All arguments, including those that follow from several options."""
         kept = self.kept
         if "model-name-or-path" in kept:
             self.done.insert(0, kept["model-name-or-path"])

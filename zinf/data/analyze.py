@@ -181,7 +181,7 @@ def _metric(name: str, analysis: Analysis) -> Callable[[np.ndarray], np.ndarray]
 
 
 def _begin(analysis: Analysis, names: Sequence[str]) -> None:
-    """Say in the folder what is analyzed there.
+    """Write into the folder what is analyzed there.
 
     Raises:
         ValueError: it has an analysis of other data, or files that are none of an

@@ -24,7 +24,7 @@ def batch_size(config: Config) -> int:
 def difficulties(
     config: Config,
 ) -> Callable[[int, Mapping[str, Any]], Sequence[Metric]] | None:
-    """From the number of samples, and what tells them from others, to their metrics.
+    """A function that reads the metrics of samples, given their number and `about`.
 
     None if all samples may be drawn in each step.
     """

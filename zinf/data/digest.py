@@ -33,7 +33,7 @@ def sampled_digest(path: Path) -> str:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """What changes when a file does while this process runs.
+    """Numbers of a file that change when its content does, while this process runs.
 
     The time of the change (ctime) is set by the system alone, so a digest need not be
     computed twice for it. It says nothing from one run to the next: it also changes
@@ -62,7 +62,7 @@ def _digest(path: Path, most_bytes: int | None, identity: tuple[int, ...]) -> st
 
 
 def _starts(size: int, most_bytes: int | None) -> Iterator[int]:
-    """Where the blocks that are read begin."""
+    """The positions in a file at which the blocks that are read begin."""
     if most_bytes is None or size <= most_bytes:
         yield from range(0, size, BLOCK_BYTES)
         return

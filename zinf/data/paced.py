@@ -104,7 +104,7 @@ class Paced(grain.IterDataset):
         return PacedIterator(self)
 
     def paces(self) -> dict[str, Pace | None]:
-        """What grows, each with the beginning of a sentence on it."""
+        """The schedules in use, by the first words of their error messages."""
         return {
             "The longest sequences are to predict": self.length,
             "Layers are to keep": None if self.dropping is None else self.dropping.kept,
@@ -165,7 +165,7 @@ class PacedIterator(AbstractForeseen):
         return self._like
 
     def coming(self, num_steps: int) -> list[Any]:
-        """Shapes and dtypes of the next batches, each of them once, as they come."""
+        """Shapes and dtypes of the next batches, each once, in order of first use."""
         shapes = dict.fromkeys(islice(self._shapes(), num_steps))
         return [self._abstract(length, kept) for length, kept in shapes]
 

@@ -183,14 +183,14 @@ class BatchOrder:
         return np.array([self._samples(e)[bucket][i] for e, i in drawn])
 
     def _place(self, number: int) -> tuple[int, int]:
-        """The bucket of a batch, and its number among those of the bucket."""
+        """The bucket of batch `number`, and its number among those of the bucket."""
         epoch = self._epoch_of(number)
         buckets, places = self._epoch(epoch)
         i = number - self.num_batches(epoch)
         return int(buckets[i]), int(places[i])
 
     def _epoch_of(self, number: int) -> int:
-        """The epoch in which a batch is complete."""
+        """The epoch in which batch `number` is complete."""
         pairs = zip(self._counts, self._rows, strict=True)
         each = sum(count / rows for count, rows in pairs)
         # Each bucket has less than one batch fewer than its share.

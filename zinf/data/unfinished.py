@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def unfinished(target: Path) -> Generator[Path, None, None]:
     """A new folder beside `target`; the caller moves it, or a file in it, there.
 
-    It is deleted when the body ends. First deletes what earlier processes left beside
+    It is deleted after the `with` block. First deletes what earlier processes left at
     `target` when they were killed: the system gave up the lock that such a folder's
     writer holds, and the lock file says that zinf made the folder. On Windows nothing
     is deleted, as there is no such lock.

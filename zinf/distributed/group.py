@@ -31,7 +31,7 @@ FAILURE_CHARACTERS = 1 << 16
 class AbstractGroup(ABC):
     """The processes of a run: they exchange small values and end together.
 
-    As a context manager, an exception that leaves the body ends every process.
+    As a context manager, an exception in the `with` block ends every process.
     """
 
     index: int

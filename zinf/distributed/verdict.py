@@ -52,7 +52,7 @@ def lost(how: Mapping[int, str], peers: Peers, count: int) -> str:
 
 
 def failed(errors: Mapping[int, str], peers: Peers, count: int) -> str:
-    """Names only the first error, as later ones may be consequences of it."""
+    """A sentence on the first error only: later ones may be consequences of it."""
     index, text = next(iter(errors.items()))
     return f"Process {index} of {count} ({peers[index].name}) failed: {text}"
 

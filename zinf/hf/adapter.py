@@ -128,7 +128,7 @@ class SavedAdapter:
         )
 
     def parting(self, naming: Naming) -> str:
-        """What the adapter makes of a tied weight in one of its places alone.
+        """The first tied weight whose places the adapter changes differently.
 
         PEFT changes each place of a tied weight by itself: where the file has nothing
         for a place, that of the base stays.
@@ -340,5 +340,5 @@ def base_of(adapter: SavedAdapter, asked: str | Path | None) -> tuple[str, Path]
 
 
 def _just(paths: Collection[str]) -> str:
-    """A pattern of these names alone."""
+    """A regular expression that matches exactly these names."""
     return "|".join(map(re.escape, sorted(paths)))

@@ -53,7 +53,7 @@ def span_by_tokens(
     ids: Sequence[int],
     tools: Any,
 ) -> Span | None:
-    """Where answer `number` begins and ends, if that is between two tokens.
+    """Where message `number` begins and ends, if that is between two tokens.
 
     None if the tokens of the messages up to there are others than those in `ids`.
 
@@ -77,7 +77,7 @@ def span_by_characters(
     ids: Sequence[int],
     tools: Any,
 ) -> Span | None:
-    """The tokens of answer `number` that have no character of another message.
+    """The tokens of message `number` that have no character of another message.
 
     None if the template lays out the messages up to there in another way, or the
     tokenizer does not say which characters a token has (it is not a fast one).

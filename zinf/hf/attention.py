@@ -50,7 +50,7 @@ def register() -> None:
 
 @contextmanager
 def within_segments(segment_ids: jax.Array | None) -> Generator[None, None, None]:
-    """In the body no token sees one of another segment.
+    """In the `with` block, no token sees a token of another segment.
 
     Args:
         segment_ids: (batch, tokens); None: all tokens of a row are one sample's.
@@ -79,9 +79,9 @@ def boolean_mask(**named: Any) -> torch.Tensor | None:
 
 
 def _by_row(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `sdpa_mask` where each row has a `q_offset` of its own, (B, 1).
+    """The arguments of `sdpa_mask` where each row has its own `q_offset`, (B, 1).
 
-    That of `transformers` is one number.
+    `transformers` takes one number for all rows.
     """
     offset, function = named.get("q_offset", 0), named["mask_function"]
     if not getattr(offset, "shape", ()):
@@ -228,7 +228,7 @@ def _selected(
 
 
 def _among(indices: jax.Array, count: int) -> jax.Array:
-    """Whether each of `count` numbers is in the last dim of `indices`."""
+    """Whether each number below `count` is in the last dim of `indices`, bool."""
     # Numbers outside, such as -1, are dropped: a negative index would count backwards.
     places = jnp.where(indices < 0, count, indices)
     flat = places.reshape(-1, places.shape[-1])

@@ -56,7 +56,7 @@ SCALE, MOVE = 4.0, 0.2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the comparison of a class found.
+    """The result of comparing a class of models with torch.
 
     Attributes:
         kind: the class of the model.
@@ -150,7 +150,7 @@ def compare(config: transformers.PretrainedConfig, auto_class: str) -> Verdict:
 
 
 def versions() -> str:
-    """What a verdict holds for."""
+    """The versions of the libraries that a verdict holds for."""
     names = ("transformers", "torch", "torchax", "jax", "zinf")
     return ", ".join(f"{name} {version(name)}" for name in names)
 
@@ -226,7 +226,7 @@ def _torch_model(
 def _torch_results(
     module: transformers.PreTrainedModel, auto_class: str, ids: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Logits or states, random numbers to multiply by, and gradients of the sum.
+    """torch's logits or states, random cotangents, and gradients by parameter.
 
     Parameters that torch does not train have no gradient here.
     """

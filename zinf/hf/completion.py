@@ -182,7 +182,7 @@ def complete_texts(
 
 
 class _Words:
-    """Tokens as a text that grows; a part is told when its characters are complete."""
+    """Decodes tokens as they come; `on_text` gets each part of complete characters."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None):
         self.tokenizer, self.on_text = tokenizer, on_text

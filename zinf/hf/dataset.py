@@ -155,7 +155,7 @@ def tokenized(
 
 
 def treated(how: Tokenizing, num_cut: int, num_dropped: int) -> str:
-    """How many lines were cut, and how many left out, as they were too long."""
+    """A phrase on lines that were too long: how many were cut, and left out."""
     lines = f"of the lines with more than {how.sequence_length:,} tokens"
     if how.too_long == "drop":
         return f"{lines} {num_dropped:,} left out"
@@ -245,7 +245,7 @@ def num_samples(folder: Path) -> int:
 
 
 def content_of(path: Path) -> tuple[str, str]:
-    """What tells the content of a file from others, and how it is read."""
+    """The suffix and the digest of a file: what it is, and how it is read."""
     if not path.is_file():
         raise FileNotFoundError(
             f"There is no file {path} (relative paths start at {Path.cwd()}). Name "

@@ -82,7 +82,7 @@ def decoder_of(model: Model, dtype: Any) -> Decoder:
 
 
 def _taken_back(state: State, num_tokens: jax.Array) -> State:
-    """The state before so many of the last tokens of each sequence were read."""
+    """The state before the last `num_tokens` tokens of each sequence were read."""
     return {**state, "at": state["at"] - num_tokens}
 
 
@@ -134,7 +134,7 @@ def _num_slots(layers: Mapping[str, Mapping[str, jax.Array]]) -> int:
 def _shapes(
     model: Model, num_layers: int, dtype: str
 ) -> dict[str, dict[str, ArraySpec]]:
-    """Shapes of the keys and values of each layer that keeps some, for one token."""
+    """Shapes of one token's keys and values, for each layer that caches any."""
     found: dict[str, dict[str, ArraySpec]] = {}
 
     def read(params: Params) -> jax.Array:
@@ -157,7 +157,7 @@ def _shapes(
 
 
 class _Layer(StaticLayer):
-    """Keys and values of all slots, in new tensors instead of changed ones."""
+    """Keys and values of all slots; an update makes new tensors and changes none."""
 
     def fill(self, parts: Mapping[str, jax.Array]) -> None:
         self.keys, self.values = torch_view(parts["keys"]), torch_view(parts["values"])

@@ -34,11 +34,11 @@ class _Context:
 
 @contextmanager
 def own_derivatives(entering: Entering) -> Generator[None, None, None]:
-    """In the body, such a function has the backward pass that it defines.
+    """In the `with` block, each `torch.autograd.Function` has its own backward pass.
 
     Args:
         entering: a context in which torch tensors are jax arrays. jax asks for the
-            derivative when the body is over.
+            derivative after the `with` block.
     """
     original = vars(torch.autograd.Function)["apply"]
 
@@ -55,7 +55,7 @@ def own_derivatives(entering: Entering) -> Generator[None, None, None]:
 
 
 def _applied(kind: Any, given: Sequence[Any], entering: Entering) -> Any:
-    """The result of a function, which jax differentiates by its backward pass."""
+    """The result of a `torch.autograd.Function`, with its own backward pass for jax."""
     places = [i for i, x in enumerate(given) if isinstance(x, Tensor | View)]
     attributes: dict[str, Any] = {}
 
@@ -109,7 +109,7 @@ def _has_arrays(value: Any) -> bool:
 
 
 def _cotangent(found: torch.Tensor | None, array: jax.Array) -> Any:
-    """What jax takes as the gradient of an array."""
+    """The cotangent of `array` for jax, from torch's gradient, which may be None."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return np.zeros(array.shape, jax.dtypes.float0)
     if found is None:

@@ -52,7 +52,7 @@ def dropping(
     numbers: Sequence[int],
     kept_BSP: jax.Array | None,
 ) -> Generator[None, None, None]:
-    """In the body, some layers of a module run on the kept tokens alone.
+    """In the `with` block, some layers of a module run on the kept tokens alone.
 
     Args:
         numbers: which layers, ascending.

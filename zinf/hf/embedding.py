@@ -164,7 +164,7 @@ class Embedder(AbstractReader):
         return (COLUMN,)
 
     def answers(self, asked: Sequence[Row | None]) -> list[dict[str, Any]]:
-        """For each line `embedding`, float32 (D,)."""
+        """For each line {`embedding`: float32 (D,)}, or None if it was dropped."""
         rows = [row for row in asked if row is not None]
         if not rows:
             return [{COLUMN: None} for _ in asked]
@@ -180,7 +180,7 @@ class Embedder(AbstractReader):
         return own | {"prompt": self.prompt, "column": self.column, "layers": layers}
 
     def _prompt_length(self) -> int:
-        """The tokens of the prompt, without one that ends every text."""
+        """Number of tokens of the prompt, without a last one that ends every text."""
         tokenizer = self.model.tokenizer
         ids = tokenizer(self.prompt.strip()).input_ids
         return len(ids) - (ids[-1] in tokenizer.all_special_ids)
@@ -189,7 +189,7 @@ class Embedder(AbstractReader):
 def _prompt(
     recipe: Recipe, name: str | Path, prompt: str | None, prompt_name: str | None
 ) -> str:
-    """The text that stands before each text.
+    """The text to put before each text: the prompt, or the one of that name.
 
     Raises:
         ValueError: there is no prompt of this name, or two are asked for.

@@ -25,7 +25,7 @@ class Encoder(HeadModel):
     """A model without a head; `logits` are the states of its last layer."""
 
     def _stored(self, files: AbstractTensors) -> StoredWeights:
-        """The weights; what only a pooler has is not read for vectors."""
+        """The weights, without those that only a pooler has: vectors need none."""
         found = super()._stored(files)
         found.new = ()
         return found

@@ -191,14 +191,14 @@ class Running:
         return _planner(self.model, self.adapted, *rest, loss=loss, **where)
 
     def decoder(self, planner: Planner) -> Decoder:
-        """The model with its cache, as a function of the arrays that are kept."""
+        """The model with its cache, as a function of the arrays of a planner."""
         return decoder_for(self.model, self.adapted, planner)
 
 
 def running(
     model: Model, config: ConfigSource = None, *, rows: int, length: int
 ) -> Running:
-    """What `open_model` runs, of which only shapes are known.
+    """A model as `open_model` runs it; only shapes are known, and no weight is read.
 
     Raises:
         NotImplementedError: the weights would be kept in few bits below an adapter.
@@ -347,7 +347,7 @@ def _planner(
 
 
 def freezing(config: Config, model: Model) -> Config:
-    """A copy of a config that also freezes what torch does not train of a model."""
+    """A copy of a config that also freezes the parameters that torch does not train."""
     frozen = (*config.frozen, *map(escape, model.untrained))
     return config.model_copy(update={"frozen": frozen})
 

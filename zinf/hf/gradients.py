@@ -31,7 +31,7 @@ def detach(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def as_in_torch() -> Generator[None, None, None]:
-    """In the body, a module has gradients but for what it computes in `no_grad`.
+    """In the `with` block, values that a module computes in `no_grad` are constants.
 
     The caller's own `torch.no_grad()` has no effect: jax decides whether there are
     gradients at all.
@@ -41,7 +41,7 @@ def as_in_torch() -> Generator[None, None, None]:
 
 
 class _Stopping(TorchFunctionMode):
-    """Stops the gradient of each result while a module has gradients off.
+    """Makes results constants while a module computes in `torch.no_grad`.
 
     Torch has them off in the forward pass of a `torch.autograd.Function` too, whose
     result has a gradient. So what counts is the call that turns them off.

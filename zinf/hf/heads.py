@@ -112,7 +112,7 @@ class HeadModel(Model):
 
     @cached_property
     def new_modules(self) -> tuple[str, ...]:
-        """Modules of a classifier that adapters are trained with, and saved whole."""
+        """Modules of a new head: trained whole beside adapters, and saved whole."""
         names = self.specs if self._classifies else ()
         heads = [n for n in names if n.partition(".")[0] in CLASSIFIERS]
         return tuple(sorted({n.rpartition(".")[0] for n in heads}))
@@ -124,12 +124,12 @@ class HeadModel(Model):
 
     @property
     def is_trained_so(self) -> bool:
-        """Whether config.json is of a model that was trained with this head."""
+        """Whether config.json lists the class of this model, head included."""
         return type(self.module).__name__ in (self.config.architectures or ())
 
     @property
     def padding(self) -> int:
-        """The token by which the module finds the end of a sample, if it has one."""
+        """The token that pads a sample, by which the module may find its end."""
         token = self.config.pad_token_id
         return super().padding if token is None else token
 
@@ -257,7 +257,7 @@ class HeadModel(Model):
             )
 
     def _stored(self, files: AbstractTensors) -> StoredWeights:
-        """As of `Model`; weights of a new head are there too, with initial values."""
+        """As `Model._stored`; weights of a new head have their initial values."""
         return _WithNewHead(files, self.module, self._seed)
 
     def log_probabilities(self, *_: Any, **__: Any) -> jax.Array:
@@ -298,7 +298,7 @@ def _not_causal(model: HeadModel, what: str) -> str:
 
 
 def _is_of_head(name: str, model: transformers.PreTrainedModel) -> bool:
-    """Whether files of a model of text may lack a parameter of this name."""
+    """Whether a text model's files may lack a parameter: of a head, or a pooler."""
     if POOLER in name.split("."):
         return True
     is_base = model.base_model is model

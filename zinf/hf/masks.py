@@ -30,7 +30,7 @@ _find_samples = masking_utils.find_packed_sequence_indices
 
 
 def _samples(position_ids: Any) -> Any:
-    """What `transformers` takes for several samples in a row; None: there is one."""
+    """Samples in one row, as `transformers` finds them by positions; None: one."""
     return None if _ARE_COUNTED.get() else _find_samples(position_ids)
 
 
@@ -41,7 +41,7 @@ def register() -> None:
 
 @contextmanager
 def counted_positions(are_counted: bool) -> Generator[None, None, None]:
-    """In the body, positions that nobody gave begin no new sample.
+    """In the `with` block, positions begin no new sample if `are_counted`.
 
     `transformers` looks for samples in the positions that a module counts too. A trace
     has no values to see there that these are 0, 1, 2, ..., and each query would get a
@@ -136,7 +136,7 @@ def form_of(
 
 
 def _hidden(mask: jax.Array, k_numbers: jax.Array) -> jax.Array:
-    """Keys that a mask of padding (batch, tokens) leaves out, (batch, keys)."""
+    """Keys that a padding mask (batch, tokens) leaves out, bool (batch, keys)."""
     is_token = jnp.take(mask != 0, k_numbers[0], axis=1, mode="fill", fill_value=False)
     return jnp.logical_not(is_token)
 
@@ -144,7 +144,7 @@ def _hidden(mask: jax.Array, k_numbers: jax.Array) -> jax.Array:
 def _read(
     function: Callable, form: Form, numbers: tuple[jax.Array, jax.Array]
 ) -> Form | None:
-    """Adds what a mask function says to a form.
+    """The form with what a mask function says added; None if it is unknown.
 
     Args:
         numbers: the numbers of queries and of keys that the function is called with.

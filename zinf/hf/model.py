@@ -297,7 +297,7 @@ class Model:
 
     @cached_property
     def new_modules(self) -> tuple[str, ...]:
-        """What is trained whole beside adapters, as it has no trained weights."""
+        """Modules without trained weights: they are trained whole beside adapters."""
         return ()
 
     @cached_property
@@ -336,7 +336,7 @@ class Model:
 
     @property
     def terms(self) -> Terms:
-        """How its files may differ from it."""
+        """How the files of the model may differ from it: by buffers and by rounding."""
         buffers = [name for name, _ in self.module.named_buffers()]
         remedy = (
             f"Here is what {CONFIG} of {self.name} says, there what its files have. "
@@ -491,7 +491,7 @@ class Model:
         return self.loss(params, batch, train=False)
 
     def running_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a batch of texts, which room is left for."""
+        """Shapes and dtypes of the batch of texts for which room is left."""
         return {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
 
     def log_probabilities(
@@ -513,7 +513,7 @@ class Model:
         train: bool,
         temperature: float = 1.0,
     ) -> tuple[jax.Array, jax.Array]:
-        """The cross entropy of each token's successor, and whether it has a label.
+        """The cross entropy of the token after each, and whether it has a label.
 
         Both (batch, tokens); where there is no label, the loss is 0.
         """
@@ -602,7 +602,7 @@ class Model:
         train: bool = False,
         temperature: float = 1.0,
     ) -> jax.Array:
-        """That of each token given those before it, float32 (batch, tokens - 1).
+        """Log-probabilities of tokens given those before, float32 (batch, tokens - 1).
 
         Args:
             batch: as for `loss`; tokens without a label have 0.
@@ -669,7 +669,7 @@ class Model:
 
 
 def _packed(batch: Batch) -> dict[str, jax.Array]:
-    """A batch with all that makes segments apart: positions, and a mask of ones.
+    """A batch with positions that begin anew at each segment, and a mask of ones.
 
     Without a mask `transformers` would look for segments in the values of positions.
     """
@@ -695,7 +695,7 @@ def _labels(batch: Batch) -> jax.Array:
 
 @contextmanager
 def _in_torch() -> Generator[None, None, None]:
-    """In the body, torch's functions compute with jax arrays, by torch's rules."""
+    """In the `with` block, torch's functions take jax arrays, by torch's rules."""
     with _TRACING, default_env(), _torch_promotion(), gradients.as_in_torch():
         yield
 

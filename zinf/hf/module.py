@@ -32,7 +32,7 @@ TEXT_ENCODER = "AutoModelForTextEncoding"
 
 
 def output_name(auto_class: str) -> str:
-    """What the outputs of a class of models call the array that zinf takes of them."""
+    """The name of the output of an Auto class's models that zinf reads."""
     is_encoder = auto_class in (ENCODER, TEXT_ENCODER)
     return "last_hidden_state" if is_encoder else "logits"
 
@@ -193,7 +193,7 @@ def _attention_of(kind: type) -> str:
 
 @contextmanager
 def _meta_parameters() -> Generator[None, None, None]:
-    """Modules made in the body get their parameters on the meta device.
+    """Modules made in the `with` block get their parameters on the meta device.
 
     A whole model made there has no buffers either, and some are computed once, by a
     constructor. So each parameter is allocated for a moment, and never touched, unless

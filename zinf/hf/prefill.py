@@ -137,7 +137,7 @@ class Prefill:
         return found
 
     def _most(self, shape: tuple, some: Sequence[Row], num_rows: int) -> int:
-        """Microbatches that pass a layer together, if there are so many rows.
+        """Number of microbatches that pass a layer together, of `num_rows` rows.
 
         Args:
             some: rows of the shape, at most a microbatch.

@@ -15,7 +15,7 @@ SHOWN = 5
 
 @dataclass
 class Limit:
-    """Most tokens of a line, and the lines that have more.
+    """The most tokens of a line, and the lines that have more.
 
     Attributes:
         max_length: None: any number.
@@ -68,7 +68,7 @@ class Limit:
 
     @property
     def note(self) -> str:
-        """What became of lines that are too long; empty if there are none."""
+        """A sentence on lines that are too long; empty if there are none."""
         done = {"truncate": "They are cut.", "drop": "They get no answer."}
         return f"{self._counted()} {done[self.too_long]}" if self._found else ""
 
@@ -124,7 +124,7 @@ class AbstractReader(ABC):
 
 
 def as_object(line: Any, where: str, needed: str) -> Mapping[str, Any]:
-    """A line that is an object with names and values.
+    """The line, checked to be a JSON object.
 
     Raises:
         ValueError: it is none.
@@ -138,7 +138,7 @@ def as_object(line: Any, where: str, needed: str) -> Mapping[str, Any]:
 
 
 def check_text(value: Any, name: str, where: str) -> str:
-    """A value that is a text.
+    """The value, checked to be a text.
 
     Raises:
         ValueError: it is none, or an empty one.

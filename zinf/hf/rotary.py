@@ -28,7 +28,10 @@ _ARE_LAST: ContextVar[bool] = ContextVar("are_last", default=False)
 
 @contextmanager
 def each_as_last(are_last: bool) -> Generator[None, None, None]:
-    """In the body, each token is rotated as if no further one were known."""
+    """In the `with` block, tokens are rotated as the last ones, if `are_last`.
+
+    The frequencies of a token then depend on its own position, and not on later tokens.
+    """
     token = _ARE_LAST.set(are_last)
     try:
         yield
@@ -92,7 +95,7 @@ def _by_row(module: Any) -> Callable:
     def turned(
         x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None
     ) -> Any:
-        """With one set of frequencies: those of the last position of all."""
+        """Cosines and sines by the frequencies of the largest position of all."""
         named = {} if layer_type is None else {"layer_type": layer_type}
         with _frequencies(module, torch.max(position_ids) + 1, layer_type):
             try:
@@ -131,7 +134,7 @@ def _by_row(module: Any) -> Callable:
 def _frequencies(
     module: Any, length: torch.Tensor, layer_type: str | None
 ) -> Generator[None, None, None]:
-    """In the body, the module has the frequencies for sequences of a length."""
+    """In the `with` block, the module has the frequencies for this length."""
     kind = _kinds(module)[layer_type]
     prefix = "" if layer_type is None else f"{layer_type}_"
     name, usual = f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq")

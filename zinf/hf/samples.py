@@ -48,7 +48,7 @@ TooLong = Literal["error", "truncate", "drop"]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a line came to.
+    """The samples that a line became, and whether one was cut.
 
     Attributes:
         samples: empty if the line is left out because it is too long.

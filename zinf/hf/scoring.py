@@ -219,7 +219,7 @@ class Scorer(AbstractReader):
         where: str,
         choices: tuple[str, ...] | None = None,
     ) -> Asked:
-        """The requests of tokens and of what may follow them."""
+        """The requests that score each of `ends` after the tokens of `context`."""
         if not context or not all(ends):
             raise ValueError(
                 f"{where}: what comes first has {len(context):,} tokens, and what is "
@@ -394,7 +394,7 @@ def _check_choices(choices: Any, what: str) -> None:
 def _parted(
     ids: Sequence[int], num_scored: int, most: int
 ) -> tuple[Sequence[int], list[Sequence[int]]]:
-    """The last tokens, as those before the scored ones and those."""
+    """The last `most` tokens, split into those before the scored ones, and these."""
     kept = ids[-most:]
     return kept[: len(kept) - num_scored], [kept[len(kept) - num_scored :]]
 

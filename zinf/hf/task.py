@@ -371,7 +371,7 @@ class Task:
         )
 
     def rate_scale(self) -> optax.Schedule | None:
-        """What the learning rate of each step is multiplied by; None: by nothing.
+        """The factor of the learning rate by number of updates; None: there is none.
 
         A batch of more rows than `train_batch_size` has a higher rate. Batches are
         known ahead, so the rate is a function of the number of updates done.

@@ -194,7 +194,7 @@ def _formatting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spend_widths(widths: re.Pattern, text: Any) -> None:
-    """Count the widths in a text for formats. Arguments of calls are counted anyway."""
+    """Count the widths that a format string asks for."""
     if isinstance(text, str):
         found = (n for match in widths.finditer(text) for n in match.groups() if n)
         _spend(sum(int(n) for n in found if n.isdecimal()))
@@ -203,7 +203,7 @@ def _spend_widths(widths: re.Pattern, text: Any) -> None:
 def _call(
     call: Callable[..., Any], context: Any, function: Any, *given: Any, **named: Any
 ) -> Any:
-    """As the environment calls what a template calls."""
+    """Call a function for a template, after counting the work that it may do."""
     name = getattr(function, "__name__", None)
     if name in MULTIPLYING:
         sizes = map(_size, (getattr(function, "__self__", None), *given))

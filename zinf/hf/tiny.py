@@ -37,7 +37,7 @@ def tiny(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig
 
 
 def _small(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a configuration, or of one inside it, with small sizes."""
+    """Values of a configuration, or of one inside it, with sizes made small."""
     counts = [v for k, v in values.items() if LAYERS.search(k) and _is_count(v)]
     count = max(counts, default=0)
     kept = _kept_layers(values, count)
@@ -102,7 +102,7 @@ def _is_by_layer(key: str, value: Any, count: int) -> bool:
 
 
 def _kept_layers(values: Mapping[str, Any], count: int) -> list[int]:
-    """A layer of each kind that the lists tell apart, and at least two."""
+    """Numbers of layers to keep: one of each kind in the lists, and at least two."""
     lists = [v for k, v in values.items() if _is_by_layer(k, v, count)]
     kinds: dict[str, int] = {}
     for i in range(count):
@@ -113,7 +113,7 @@ def _kept_layers(values: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _few(key: str, values: list[Any], heads: list[int], layers: int) -> list[Any]:
-    """A list that has no entry for each layer."""
+    """A short form of a list that does not have one entry for each layer."""
     if key.endswith(("short_factor", "long_factor")):
         return values[: HEAD_DIM // 2]
     if key == "mrope_section":
@@ -177,7 +177,7 @@ RULES: list[tuple[str, Callable[[int], int]]] = [
 
 
 def _number(key: str, value: Any, heads: list[int]) -> Any:
-    """A small number in place of one that is a size."""
+    """A small number in place of a number that is a size; any other value itself."""
     if not _is_count(value) or value <= 0 and not key.endswith("_id"):
         return value
     if HEADS.search(key):

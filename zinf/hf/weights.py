@@ -63,7 +63,7 @@ def meta_tensor(spec: ArraySpec) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How tensors become other ones.
+    """How tensors of files become weights, or weights tensors of files.
 
     Attributes:
         name: the name that the results are derived from.

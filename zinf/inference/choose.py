@@ -37,7 +37,7 @@ def make_generation(planner: GenerationPlanner, shape: Shape) -> AbstractGenerat
 def fused_or_not(
     planner: GenerationPlanner, shape: Shape
 ) -> tuple[FusedPrograms | None, str]:
-    """The fused programs if weights and cache fit the device, and why, or why not."""
+    """The fused programs if weights and cache fit the device, else None; and why."""
     why = why_not_fused(planner)
     if why is not None:
         return None, why

@@ -58,7 +58,7 @@ def complete(
     current: AbstractRunner,
     kept: Kept,
 ) -> list[Written]:
-    """What is new of each prompt.
+    """The new tokens of each prompt, with their scores if asked for.
 
     Args:
         keys: a random key a prompt; or one, of which each prompt gets its own.
@@ -103,7 +103,7 @@ def _written(
     current: AbstractRunner,
     kept: Kept,
 ) -> tuple[dict[int, Written], set[int]]:
-    """What comes next of each request, and the requests that no token has ended."""
+    """The new tokens of requests, and the numbers of requests that have not ended."""
     found: dict[int, Written] = {}
     open_numbers: set[int] = set()
     switches_at = planner.decoder.switches_at
@@ -126,7 +126,7 @@ def _continued(request: Request, new: Sequence[int]) -> Request:
 
 
 def _words(keys: jax.Array | None, kind: jax.Array, count: int) -> Sequence[np.ndarray]:
-    """The key of each prompt, as 32-bit words.
+    """One random key for each prompt, as 32-bit words.
 
     Raises:
         ValueError: there are fewer or more keys than prompts.

@@ -40,7 +40,9 @@ class Drafts:
     def guesses(
         self, numbers: Sequence[int], texts: Sequence[np.ndarray], vocab_size: int
     ) -> np.ndarray:
-        """int32 (B, num_tokens); the last token of a text stands where none was given.
+        """Guesses for each text, int32 (B, num_tokens).
+
+        Where no token was guessed stands the last token of the text.
 
         Raises:
             ValueError: there are fewer or more guesses than texts, or a token is not in

@@ -85,7 +85,7 @@ class FusedPrograms:
 
 
 def block_rows(shape: Shape) -> int:
-    """Prompts that are read together.
+    """Number of prompts that one prefill reads.
 
     It depends on the length of the prompts alone, so the number of prompts changes no
     token.
@@ -162,7 +162,7 @@ class Functions:
 
     @property
     def given(self) -> Any:
-        """Shapes and dtypes of what drawing depends on.
+        """Shapes and dtypes of the arrays that sampling reads.
 
         `words` (B, W) are keys as words, `ends` the tokens that end a sequence, filled
         with -1, and `numbers` what `Sampling.constants` has. Token 0 is number `first`
@@ -234,7 +234,7 @@ class Functions:
     def _draw(
         self, state: Arrays, logits_BV: Any, is_open_B: Any, given: Arrays, place: Any
     ) -> tuple[Arrays, Any]:
-        """The state with the next token, and which sequences it does not end."""
+        """The state with one more token, and the sequences that go on after it."""
         seen_BV = state.get("seen")
         results, seen_BV = self._results(logits_BV, seen_BV, given, place)
         written = {
@@ -269,7 +269,7 @@ class Functions:
         return self.planner.bound(read)(flat, batch)
 
     def _whole(self, weights: Sequence[Any]) -> Arrays:
-        """The parameters by path, from arrays that may be rows of them."""
+        """The parameters by path, joined from arrays that may hold only some rows."""
         parts: dict[str, list[tuple[int, Any]]] = {}
         for array, content in zip(self.weights, weights, strict=True):
             first = array.rows[0] if array.rows else 0
@@ -341,7 +341,7 @@ class Functions:
         return compile_for(mesh, lowered)
 
     def _arrays(self, shape: Shape) -> Any:
-        """Shapes and dtypes of the arrays of a microbatch."""
+        """Shapes and dtypes of a microbatch's arrays: its cache and last logits."""
         logits = jax.ShapeDtypeStruct((shape.rows, self._num_words), np.float32)
         return {"cache": self._cache(shape), "logits": logits}
 

@@ -80,7 +80,7 @@ class _Run:
         return self.texts
 
     def read(self, number: int) -> Any:
-        """The arrays of a microbatch, whose prompts have been read."""
+        """The arrays of microbatch `number` after its prompts have been read."""
         places, size = self.places[number], self.block_rows
         needed = sorted({place // size for place in places})
         last = needed[-1]
@@ -105,7 +105,7 @@ class _Run:
         return arrays
 
     def of_block(self, block: int) -> Any:
-        """The arrays of a block of prompts, read now or just before."""
+        """The arrays of a block of prompts, read now or kept from the last call."""
         if self.block is not None and self.block[0] == block:
             return self.block[1]
         self.block = None
@@ -150,14 +150,17 @@ class _Run:
             place = int(reached)
 
     def take(self, batch: Sequence[Request], state: Any, first: int, end: int) -> None:
-        """Note the tokens of some places of a microbatch."""
+        """Add the tokens at places `first` to `end` of a microbatch to the texts."""
         written = jax.tree.map(np.asarray, state["written"])
         for place in range(first, end):
             results = {name: x[:, place] for name, x in written.items()}
             self.texts.take(batch, results, self.job.part.first + place)
 
     def is_open(self, batch: Sequence[Request]) -> np.ndarray:
-        """Which rows go on; those that are only filled do not."""
+        """The rows of a microbatch whose texts go on; filler rows do not.
+
+        Bool (rows,).
+        """
         found = np.zeros(self.shape.rows, np.bool_)
         found[: len(batch)] = [r.number in self.texts.open for r in batch]
         return found

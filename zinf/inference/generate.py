@@ -113,7 +113,7 @@ class _Run:
         self.num_idle = 0
 
     def fill_caches(self) -> None:
-        """Take the memory of the caches; a prefill writes what is read of them."""
+        """Allocate the caches, filled with zeros, before the first prefill."""
         for m, passed in enumerate(self.passed):
             for name in self.planned.axes:
                 spec = self.spec(name)
@@ -329,7 +329,7 @@ class _Run:
         self.num_idle += len(self.rows) - len(running)
 
     def known_tokens(self, running: Sequence[int]) -> dict[int, np.ndarray]:
-        """The last token of each running sequence and the guesses after it, by row."""
+        """By row, the last token of each running sequence and guesses after it."""
         requests = [self.request(row) for row in running]
         new = [self.texts.made[request.number].tokens for request in requests]
         last = [
@@ -349,7 +349,7 @@ class _Run:
     def take_caches(
         self, outputs: Sequence[Sequence[np.ndarray]], num_results: int
     ) -> list[Sequence[np.ndarray]]:
-        """The results of each microbatch; leaves that passed through are kept."""
+        """Keep the cache leaves that pass through the host; return the results."""
         names = [name for name in self.planned.axes if name not in self.caches]
         for m, arrays in enumerate(outputs):
             self.passed[m] = dict(zip(names, arrays[num_results:], strict=True))
@@ -360,7 +360,7 @@ class _Run:
         requests: Iterable[tuple[int, Request]],
         results: Mapping[str, np.ndarray],
     ) -> None:
-        """Note the next tokens of sequences, each with its row of the results."""
+        """Add the next tokens of sequences, each from its row of the results."""
         counts, requests = results[COUNT], list(requests)
         told = {name: values for name, values in results.items() if name != COUNT}
         for place in range(results["token"].shape[1]):
@@ -371,7 +371,7 @@ class _Run:
 
 
 class _Program:
-    """Runs one program; its constants are on the device while it is entered."""
+    """Runs one program; its constants are on the device in the `with` block."""
 
     def __init__(self, forward: Forward, stores: Stores):
         self.forward = forward

@@ -81,7 +81,7 @@ def starts(requests: Sequence[Request], length: int) -> np.ndarray:
 
 
 def seen(requests: Sequence[Request], vocab_size: int) -> np.ndarray:
-    """Whether the tokens of each request have a word, bool (B, V)."""
+    """Whether each word is among the tokens of each request, bool (B, V)."""
     found_BV = np.zeros((len(requests), vocab_size), np.bool_)
     for row, request in enumerate(requests):
         found_BV[row, request.tokens] = True

@@ -27,7 +27,7 @@ SECONDS, TIMES = 0.3, 3
 
 @dataclass(frozen=True)
 class Pace:
-    """What the predicted times of generation go by.
+    """Where predicted times of generation come from.
 
     Attributes:
         rates: of links and computing; None: those of the plans.
@@ -78,7 +78,7 @@ class Pace:
         return found
 
     def seconds(self, plan: Plan, flops: float, nbytes: int) -> float:
-        """Seconds of an executable that computes, and reads its arguments, by rates."""
+        """Seconds of an executable by rates: computing, or reading its arguments."""
         computing = flops / self.rates_of(plan).flops_per_second
         rate = self.memory_bytes_per_second
         return computing if rate is None else max(computing, nbytes / rate)
@@ -122,7 +122,7 @@ def measured_seconds(segment: Segment, count: int) -> float:
 
 
 def _made(kind: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array of small numbers, or of zeros if they are whole."""
+    """An array for timing: of small numbers, or of zeros if its dtype is integer."""
     is_whole = not jnp.issubdtype(kind.dtype, jnp.floating)
     value = 0 if is_whole else 0.01
     return jax.device_put(jnp.full(kind.shape, value, kind.dtype), kind.sharding)

@@ -78,7 +78,7 @@ class Generation:
 
     @property
     def can_join(self) -> bool:
-        """Whether each sequence may be at another place than the others."""
+        """Whether sequences of a microbatch may be at different positions."""
         return NO_AXIS not in self.axes.values()
 
     @property
@@ -111,7 +111,7 @@ def row_axes(specs: Any, of_one_more: Any) -> Any:
 
 
 def along(flags: jax.Array, axis: int, ndim: int) -> jax.Array:
-    """A flag of each sequence, (B,), with the dims of an array."""
+    """A flag of each sequence, (B,), reshaped to broadcast along `axis` of an array."""
     shape = [1] * ndim
     shape[axis] = -1
     return flags.reshape(shape)
@@ -204,7 +204,7 @@ class GenerationPlanner:
             tiers = self._tiers_from(decode)
 
     def repeated(self, made: Generation, num_microbatches: int) -> Generation:
-        """The same programs for so many microbatches; nothing is compiled.
+        """The same programs for another number of microbatches; compiles nothing.
 
         Raises:
             InfeasibleError: they do not fit.
@@ -235,7 +235,7 @@ class GenerationPlanner:
         return made.prefixes[num_microbatches]
 
     def most(self, made: Generation, wanted: int) -> Generation:
-        """As many microbatches as fit, up to `wanted`."""
+        """The programs for as many microbatches as fit, up to `wanted`."""
         while wanted > 1:
             try:
                 return self.repeated(made, wanted)
@@ -373,7 +373,7 @@ class GenerationPlanner:
         words: jax.Array,
         seen: jax.Array | None,
     ) -> tuple[dict[str, jax.Array], jax.Array | None]:
-        """The next token of each sequence, and which tokens each has then.
+        """The next token of each sequence, and the tokens that each then has.
 
         Args:
             logits, ...: see `Sampling.choose`.
@@ -392,7 +392,7 @@ class GenerationPlanner:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The results of decode, as `jax.tree` sorts them."""
+        """Names of the results of decode, in the order of `jax.tree`."""
         scores = () if self.scores is None else self.scores.names
         return tuple(sorted((*NEEDED, COUNT, *scores)))
 
@@ -429,7 +429,7 @@ class GenerationPlanner:
         return row_axes(self._cache(shape), self._cache(larger))
 
     def _cache(self, shape: Shape) -> Any:
-        """The cache of the model, and which tokens were read where that matters."""
+        """The model's cache, and the tokens read so far if sampling needs them."""
         cache = {
             MODEL: jax.eval_shape(
                 lambda s: self.decoder.init_cache(s, shape.length), shape.starts

@@ -101,19 +101,19 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether the tokens so far matter."""
+        """Whether the choice of a token depends on the tokens before it."""
         return self.repetition_penalty != 1
 
     @property
     def steps(self) -> tuple:
-        """What an executable depends on: which steps there are, and no number."""
+        """A key of the executable: which steps sampling has, without numbers."""
         filters = self.top_k > 0, self.top_p < 1, self.min_p > 0
         drawn = (False,) * 3 if self.is_greedy else filters
         can_end = self.eos_token_ids if self.min_new_tokens else ()
         return self.is_greedy, *drawn, self.penalizes, can_end, len(self.ends())
 
     def constants(self) -> dict[str, np.generic]:
-        """The numbers of the steps that are the same for all tokens."""
+        """The numbers of the sampling steps, which are the same for all tokens."""
         return {
             "temperature": np.float32(self.temperature),
             "top_k": np.int32(self.top_k),

@@ -18,7 +18,7 @@ class Scores:
     """Asks `engine.generate` for `Scored` texts.
 
     Attributes:
-        num_top: how many of the likeliest tokens are told at each place.
+        num_top: how many of the likeliest tokens are returned for each new token.
     """
 
     num_top: int = 0
@@ -29,14 +29,14 @@ class Scores:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that `of` gives."""
+        """The names of the arrays that `of` returns."""
         top = ("top_log_probabilities", "top_tokens") if self.num_top else ()
         return "log_probabilities", "entropies", *top
 
     def of(
         self, logits: jax.Array, token: jax.Array, temperature: jax.Array
     ) -> dict[str, jax.Array]:
-        """The fields of `Scored` at one place of each sequence.
+        """The fields of `Scored` for one new token of each sequence.
 
         Args:
             logits: float32 (B, V).
@@ -77,7 +77,7 @@ class Scored:
 
 @dataclass
 class Written:
-    """The new tokens of a text, and what else is told of them, by its name."""
+    """The new tokens of a text, and their scores by name."""
 
     tokens: list[int] = field(default_factory=list)
     scores: dict[str, list[np.ndarray]] = field(default_factory=dict)

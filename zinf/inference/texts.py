@@ -35,7 +35,7 @@ class Texts:
     def take(
         self, requests: Sequence[Request], results: Mapping[str, np.ndarray], place: int
     ) -> None:
-        """Note the next token of those requests whose text goes on.
+        """Add the next token of those requests whose text goes on.
 
         Args:
             results: `token` and `is_finite`, (rows,), with a row for each request or
@@ -51,7 +51,7 @@ class Texts:
                 self.add(request.number, own, place)
 
     def add(self, number: int, results: Mapping[str, np.ndarray], place: int) -> None:
-        """Note the next token of one request whose text goes on; see `take`."""
+        """Add the next token of one request whose text goes on; see `take`."""
         if not results["is_finite"]:
             raise NonFiniteError(
                 f"The logits of prompt {number} are not finite at new token "

@@ -64,7 +64,7 @@ def decode_all(
 
 
 def take_back(cache: Cache, num_tokens_B: jax.Array) -> Cache:
-    """The cache before so many of the last tokens of each sequence were read."""
+    """The cache before the last `num_tokens_B` tokens of each sequence were read."""
     return {**cache, "at": cache["at"] - num_tokens_B}
 
 

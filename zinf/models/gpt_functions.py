@@ -20,7 +20,7 @@ from zinf.models.gpt_loss import loss_and_aux, next_token_logits, with_balance
 def held_out_sums(
     config: GPTConfig,
 ) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    """The sum of losses of an evaluation, in which each token counts alike.
+    """A function that sums an evaluation's losses, in which each token counts alike.
 
     Without dropout and without a teacher. With experts, the load-balancing loss and the
     tokens that exceed an expert's capacity still depend on what is in a batch.
@@ -152,7 +152,7 @@ def flops_per_token(config: GPTConfig) -> int:
 
 
 def _idle_parameters(config: GPTConfig) -> int:
-    """Entries of experts that a token does not pass."""
+    """Number of entries of the experts that do not get a token, over all blocks."""
     kernels = 3 if config.activation == "swiglu" else 2
     expert = kernels * config.embed_dim * config.hidden_dim
     if config.use_bias:

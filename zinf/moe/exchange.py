@@ -180,7 +180,7 @@ def _slots(capacity: Capacity | None, num_tokens: int, k: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What one device does with its tokens.
+    """The work of one device on its tokens, inside `jax.shard_map`.
 
     Attributes:
         num_experts: experts of the layer.
@@ -201,7 +201,7 @@ class _Exchange:
     def gathering(
         self, weights: Any, x_TD: jax.Array, choice_Tk: jax.Array, gate_Tk: jax.Array
     ) -> jax.Array:
-        """All tokens of the group go past the experts of each device."""
+        """All-gather the group's tokens; each device applies its experts to all."""
         axes = (EXPERT,) if self.count > 1 else ()
         axes += () if self.parts is None else (TENSOR,)
         x, choice, gate = (

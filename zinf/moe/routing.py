@@ -248,7 +248,7 @@ class Router:
     def _gating(
         self, capacity: int | None, bias_E: jax.Array | None
     ) -> Callable[[jax.Array, jax.Array | None], Routing]:
-        """The routes of one group; without a key nothing is drawn."""
+        """A function that routes one group; without a key it draws no numbers."""
 
         def route(logits_SE: jax.Array, key: jax.Array | None) -> Routing:
             shape = logits_SE.shape

@@ -139,7 +139,7 @@ def _steps(history: Sequence[Metrics] | Path | str) -> Sequence[Metrics]:
 
 
 def _title(step: TracedStep) -> str:
-    """The number of the step, its seconds, and how far they are from the prediction."""
+    """A title: the step's number, its seconds, and the error of the prediction."""
     name = f"Step {step.number}" if step.number else "A step"
     predicted = _seconds(step.predicted)
     if not step.measured:

@@ -25,7 +25,7 @@ NAMED = ("CPU", "GPU", "memory")
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who hears of an attempt while it runs.
+    """Functions that are called while an attempt runs.
 
     Args:
         say: called with each line for the user.

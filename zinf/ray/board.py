@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(slots=True)
 class News:
-    """What the driver has not heard yet, and who is silent for how long.
+    """What happened since the driver last asked, and how long workers are silent.
 
     Attributes:
         lines: text for the user, in order.
@@ -66,7 +66,7 @@ class News:
 
 @dataclass(slots=True)
 class Meeting:
-    """A gather that not all workers have come to yet."""
+    """The values of a gather for which some workers have not given theirs."""
 
     given: dict[int, Any] = field(default_factory=dict)
     is_complete: asyncio.Event = field(default_factory=asyncio.Event)

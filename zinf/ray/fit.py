@@ -29,7 +29,7 @@ COMPILED = "compiled"
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What a run came to.
+    """The results of a run.
 
     Attributes:
         values: what the function returned, by worker.

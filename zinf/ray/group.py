@@ -117,7 +117,7 @@ class RayGroup(AbstractGroup):
             jax.distributed.shutdown()
 
     def _live(self) -> None:
-        """Post what is said, in order, and at least every `beat_seconds` anything."""
+        """Post messages in order, and at least every `beat_seconds` an empty post."""
         while True:
             messages = self._taken()
             is_leaving = self.asked is Cause.PREEMPTED
@@ -139,7 +139,7 @@ class RayGroup(AbstractGroup):
 
 
 def failure_of(error: BaseException, said: str) -> Failure:
-    """What the driver is told of an error."""
+    """A `Failure` that describes an error to the driver."""
     trace = "".join(traceback.format_exception(error))
     bases = tuple(base.__name__ for base in type(error).__mro__)
     text = describe(error)[:FAILURE_CHARACTERS]

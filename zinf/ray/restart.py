@@ -58,7 +58,7 @@ class Restarts:
                 self._count_failure(ended)
 
     def _comes_again(self, failure: Failure) -> bool:
-        """Whether a restart would meet the error again: by its kind, or as it did."""
+        """Whether a restart would fail alike: by the error's kind, or repetition."""
         if not set(LASTING).isdisjoint(failure.bases):
             return True
         key = failure.said, failure.text

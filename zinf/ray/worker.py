@@ -34,7 +34,7 @@ VISIBLE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What a worker is told, beside the function.
+    """The arguments of a worker, besides the function that it runs.
 
     Attributes:
         folder: the working directory, that of the driver.
@@ -167,7 +167,7 @@ class Lines(io.TextIOBase):
 
 @contextlib.contextmanager
 def _told(group: RayGroup) -> Generator[None, None, None]:
-    """Send what Python prints to the driver: of worker 0 as it is, else with a name."""
+    """Send Python's output to the driver: worker 0's as it is, others' with a name."""
     prefix = "" if group.is_first else f"[worker {group.index}] "
     out, err = Lines(group, prefix), Lines(group, prefix)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -176,5 +176,5 @@ def mlp(
 
 
 def _line(bias: Array, like: Array) -> Array:
-    """Expanded, for programs in which ranks are not promoted."""
+    """A bias with the rank and dtype of `like`, as ranks may not be promoted."""
     return jnp.expand_dims(bias, tuple(range(like.ndim - 1))).astype(like.dtype)

@@ -176,7 +176,7 @@ class _Blocks:
     # One pair of blocks.
 
     def tile(self, i: jax.Array, j: jax.Array) -> _Tile:
-        """What block i of queries and block j of keys need besides themselves."""
+        """What blocks i of queries and j of keys need besides queries and keys."""
         size_q, size_k = self.q.shape[4], self.k.shape[3]
         tokens_q = [x[i] for x in self.tokens_q]
         tokens_k = [x[j] for x in self.tokens_k]

@@ -138,7 +138,7 @@ def obstacles(device: Device, *, spec: Spec, operands: Operands) -> dict[str, st
 def choosing(
     chooser: Chooser, place: Place | None = None
 ) -> Generator[None, None, None]:
-    """In the body, attentions that leave the implementation open are given one.
+    """In the `with` block, `chooser` chooses implementations that are left open.
 
     Args:
         chooser: hashable, and equal only to what chooses the same.

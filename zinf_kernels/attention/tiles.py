@@ -29,7 +29,7 @@ def split_heads(x: jax.Array, key_heads: int) -> jax.Array:
 
 
 def join_queries(x_IBKGQH: jax.Array, num_queries: int) -> jax.Array:
-    """What `split_heads` and `cut_tokens` make of (B, T, N, H), back."""
+    """The inverse of `cut_tokens` and `split_heads`: (B, num_queries, N, H)."""
     x_BIQKGH = x_IBKGQH.transpose(1, 0, 4, 2, 3, 5)
     batch, count, size, key_heads, groups, width = x_BIQKGH.shape
     whole = x_BIQKGH.reshape(batch, count * size, key_heads * groups, width)

@@ -25,7 +25,7 @@ class Case:
     ignored: float = 0.0
 
     def make(self, *, seed: int = 0) -> tuple[jax.Array, ...]:
-        """As in training: logits of about unit size, `ignored` of the labels -100."""
+        """Arrays as in training: logits of about unit size, some labels -100."""
         random = np.random.default_rng(seed)
         dtype = jnp.dtype(self.dtype)
         x = random.standard_normal((*self.batch, self.dim)).astype(dtype)

@@ -75,6 +75,6 @@ TRUTHS = (
 def _program(
     arrays: list[np.dtype], num_scalars: int, *operations: Operation
 ) -> Program:
-    """It writes its last value over its last array."""
+    """A program that writes its last value over its last array."""
     last = len(arrays) + num_scalars + len(operations) - 1
     return Program(tuple(arrays), num_scalars, operations, ((len(arrays) - 1, last),))

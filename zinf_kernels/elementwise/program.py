@@ -91,7 +91,7 @@ class Program:
     def evaluate(
         self, meaning: Mapping[str, Callable[..., Any]], inputs: Sequence[Any]
     ) -> list[Any]:
-        """All values, if operations mean this.
+        """All values of the program, given a function for each operation's name.
 
         Args:
             inputs: the elements and scalars.

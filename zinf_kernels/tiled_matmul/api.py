@@ -21,7 +21,7 @@ KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)
 
 @dataclass(frozen=True)
 class _Call:
-    """What is static about a call, for both passes."""
+    """The static arguments of a call, for its forward and backward pass."""
 
     implementation: str
     dtype: Any

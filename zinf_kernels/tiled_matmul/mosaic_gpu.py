@@ -174,7 +174,7 @@ class _Outer:
     def joining(
         self, number: int, there: slice, place: Place, memory: Mapping[str, Any]
     ) -> tuple[Any | None, Any | None]:
-        """Bias and residual of a piece."""
+        """Bias and residual of a piece, as arrays to add; None for an absent one."""
         warpgroup, line, extra = place.warpgroup, None, None
         if self.bias is not None:
             line = memory["biases"][warpgroup, there]

@@ -39,7 +39,7 @@ class ObjectFiles(AbstractFiles):
             raise not_found(self.folder) from error
 
     def check(self, arrays: Iterable[ArrayId]) -> None:
-        """Objects are never links."""
+        """Does nothing: objects are never links, so none is elsewhere."""
 
     def source(self, array: ArrayId, stored: StoredArray) -> "ObjectSource":
         return ObjectSource(array, stored, self.store, self._readers)

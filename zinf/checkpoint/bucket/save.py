@@ -25,7 +25,7 @@ NUM_LINKED_AT_ONCE = 2
 
 
 class Upload:
-    """A chunk on its way."""
+    """A chunk whose upload has begun."""
 
     def __init__(self, put: Put, checksum: int) -> None:
         self._put, self._checksum = put, checksum

@@ -59,7 +59,7 @@ class Ahead:
 
 
 def _in_settings_of_caller(make: Make) -> Make:
-    """A function for the thread, with this thread's settings that change numbers.
+    """Wrap `make` to run in a thread with the caller's jax settings for numerics.
 
     A `with jax.default_matmul_precision(...)` around the training loop holds only in
     its own thread.

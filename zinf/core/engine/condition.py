@@ -34,7 +34,7 @@ class Condition:
 
     @contextmanager
     def updating(self, what: str, record: StepRecord) -> Generator[None, None, None]:
-        """Refuse the state from now on if the body fails with `record.is_mixed`."""
+        """Refuse the state if the `with` block fails with `record.is_mixed` set."""
         try:
             yield
         except BaseException:

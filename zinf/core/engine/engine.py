@@ -721,7 +721,7 @@ class Engine:
         return self._programs.evaluation(batch, kind, averages, current)
 
     def _of_params(self) -> Callable[[Callable], Callable] | None:
-        """For an engine of modules: see `user_function`."""
+        """The argument `of_params` of `user_function`; an engine of modules sets it."""
         return None
 
     def _decoder(self, given: Decoder | None) -> Decoder:
@@ -738,7 +738,7 @@ class Engine:
         return given
 
     def _token_scores(self, temperature: float) -> Callable:
-        """What `log_probabilities` applies, if the engine knows its model."""
+        """The function that `log_probabilities` applies, if the model is known."""
         raise ValueError(
             "This engine trains a function, so it does not know how the model scores "
             "tokens. Use engine.apply with a function that returns log-probabilities."

@@ -217,7 +217,7 @@ def make_planner(
 
 
 def _refuse_sections(config: Config) -> None:
-    """Refuse what configs ask of commands, and Python of functions."""
+    """Refuse sections that only commands read: in Python a function does their job."""
     if config.adapter is not None:
         raise ValueError(
             "The config has an adapter section, and in Python adapters are made first: "
@@ -268,7 +268,7 @@ def _cuts_experts(config: Config, mesh: Mesh) -> bool:
 
 
 def _on_mesh(problem: Problem, rule: AxisRule, rows: AttentionRows) -> Problem:
-    """A problem whose functions are traceable only, for the mesh of a rule."""
+    """A problem with its functions rewritten for the mesh of a rule, to be traced."""
 
     def divided(function: Callable, *, is_loss: bool = True) -> Callable:
         return rewritten(with_rows(function, rows), rule, is_loss=is_loss)

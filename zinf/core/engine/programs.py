@@ -123,7 +123,7 @@ class Programs:
         num_microbatches: int,
         of_params: OfParams = None,
     ) -> ForwardRunner:
-        """What runs a function on batches of one shape, planned once."""
+        """The runner of a function on batches of one shape, planned once."""
         rest = num_microbatches, self.planner.num_shares
         spec = batch_spec(batch, *rest, setting="num_microbatches")
         kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
@@ -153,8 +153,8 @@ class Programs:
 
         Args:
             spec: shapes and dtypes of one microbatch.
-            before: runs it over another number of them: its executables are taken, if
-                they fit for this number too.
+            before: the runner of the function for another number of microbatches: its
+                executables are used, if they fit for this number too.
         """
         at_rest, count = self.runners.at_rest(), {"num_microbatches": num_microbatches}
         forward = None

@@ -72,13 +72,13 @@ class Scalars:
         return 1.0 if self._scale is None else self._scale.scale
 
     def learning_rate(self, advanced: Sequence[np.ndarray]) -> float | None:
-        """The rate of a step, as `optax.inject_hyperparams` stores it or by schedule.
+        """The learning rate of a step, by `optax.inject_hyperparams` or schedule.
 
         None if the optimizer has no one rate.
 
         Args:
-            advanced: the shared state after a step. It holds the rate of that step, and
-                one update more than were done before it.
+            advanced: the shared optimizer state after the step. An injected rate in it
+                is that of the step; its count includes the update of the step.
         """
         count = 1
         for state, value in zip(self._separated.shared, advanced, strict=True):

@@ -25,7 +25,7 @@ class Turn:
 
     @contextmanager
     def of(self, what: str) -> Generator[None, None, None]:
-        """Hold the turn, and set the engine's modes of jax, while the body runs.
+        """Hold the turn, and set the engine's jax modes, while the `with` block runs.
 
         Args:
             what: the name of the call, such as "step".

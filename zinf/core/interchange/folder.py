@@ -13,7 +13,7 @@ from zinf.core.memory.storage_error import INTERCHANGE
 
 @contextmanager
 def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None, None]:
-    """A new folder to write in, which is renamed to `directory` if the body succeeds.
+    """A new folder to write in, renamed to `directory` if the `with` block succeeds.
 
     The body must sync the files that it writes. If the process is killed, the folder
     `.<name>.incomplete.<process>` is left beside `directory`, which has not changed.

@@ -112,7 +112,7 @@ def resized_params(equation: Equation, dim: int, size: int) -> dict:
 
 
 def own_dims(shape: Shape) -> Dims:
-    """The dims of an array itself."""
+    """The `Dims` of an array itself: dim i holds dim i, unless its size is 1."""
     return tuple((i,) if size != 1 else () for i, size in enumerate(shape))
 
 
@@ -167,5 +167,5 @@ def reshaped(dims: Dims, shape: Shape, new: Shape) -> Dims | None:
 
 
 def union(dims: Dims, chosen: Sequence[int]) -> tuple[int, ...]:
-    """The array's dims in some dims of the value, in their order."""
+    """The array's dims that the dims `chosen` of a value hold, in their order."""
     return tuple(i for dim in chosen for i in dims[dim])

@@ -65,7 +65,7 @@ class Emitter:
 
 
 def renamed(atoms: Sequence[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
-    """The atoms, with those of `names` in place of some variables."""
+    """The atoms, with each variable in `names` replaced by its atom there."""
     return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
 
 

@@ -43,7 +43,7 @@ def factors(equation: Equation) -> list[Factor]:
 
 
 def _each(equation: Equation) -> list[Factor]:
-    """Operands of the rank of the results meet entry by entry.
+    """The factors of an element-wise equation: dims of equal size meet.
 
     A dim of size one is broadcast to all rows.
     """
@@ -129,7 +129,10 @@ def _reduce_sum(equation: Equation) -> list[Factor]:
 
 
 def _reshape(equation: Equation) -> list[Factor]:
-    """Blocks stay contiguous unless a dim before them is merged with theirs."""
+    """The factors of a reshape: dims whose blocks stay contiguous.
+
+    They do unless a dim before them is merged with theirs.
+    """
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     places = {}
     for dim, size in enumerate(old):
@@ -189,7 +192,7 @@ def _gather(equation: Equation) -> list[Factor]:
 
 
 def offset_dims(equation: Equation) -> dict[int, int]:
-    """By the offset dim of the result of a gather, the dim of the operand."""
+    """The operand's dim for each offset dim of the result of a gather."""
     numbers = equation.params["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(equation.invars[0].aval.ndim) if d not in gone]
@@ -197,7 +200,10 @@ def offset_dims(equation: Equation) -> dict[int, int]:
 
 
 def _scatter_add(equation: Equation) -> list[Factor]:
-    """Along batch dims, and along those of whole windows; a sum along other updates."""
+    """The factors of a scatter-add.
+
+    They are batch dims and dims of whole windows; along other dims updates are summed.
+    """
     numbers = equation.params["dimension_numbers"]
     old, new = equation.invars[0].aval.shape, equation.invars[2].aval.shape
     windows = numbers.update_window_dims
@@ -237,7 +243,10 @@ ATTENTION_DIMS = {
 
 
 def _attention(equation: Equation) -> list[Factor]:
-    """By examples, or by heads if there are as many of keys as of queries."""
+    """The factors of an attention: examples, and heads.
+
+    Heads are one only if there are as many heads of keys as of queries.
+    """
     names, avals = equation.params["names"], [a.aval for a in equation.invars]
     is_whole = "over rows" if equation.params["spec"].dropout else ""
     grouped = "of groups of heads" if avals[0].shape[2] != avals[1].shape[2] else ""

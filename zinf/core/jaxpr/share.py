@@ -245,7 +245,7 @@ def _code_key(function: Any) -> Hashable:
 
 
 def _held_key(value: Any) -> Hashable:
-    """A key of what a wrapper of jax holds: a function, or how to call it."""
+    """The key of a value in a closure cell of jax's wrapper: a function or data."""
     if is_function(value):
         return _code_key(value)
     if isinstance(value, dict):
@@ -257,7 +257,7 @@ def _held_key(value: Any) -> Hashable:
 
 
 class _Same:
-    """Equal to another one of the same object alone."""
+    """A key by identity: equal only to a key of the same object."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -104,7 +104,7 @@ class Follower(ABC, Generic[Fact]):
 
     @abstractmethod
     def visit(self, equation: Equation, facts: list[Fact]) -> Sequence[Fact]:
-        """The facts of the results of an equation without programs that are known."""
+        """The facts of the results of an equation in which `inner` finds no program."""
 
     @abstractmethod
     def meet(self, first: Fact, second: Fact) -> Fact:
@@ -115,7 +115,7 @@ class Follower(ABC, Generic[Fact]):
         return self.nothing
 
     def stack(self, equation: Equation, fact: Fact) -> Fact:
-        """The fact of a result of a `scan` of which this is each row."""
+        """The fact of a stacked result of a `scan`, from the fact of one row of it."""
         return self.nothing
 
     def carry(self, fact: Fact) -> Fact:
@@ -123,7 +123,7 @@ class Follower(ABC, Generic[Fact]):
         return fact
 
     def chosen(self, by: Fact, fact: Fact) -> Fact:
-        """The fact of a result of a `cond`, given that of its predicate."""
+        """The fact of a `cond`'s result, given the fact `by` of its predicate."""
         return fact
 
     def walk(self, closed: Any, facts: Sequence[Fact]) -> list[Fact]:
@@ -186,7 +186,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def stands_for_array(self, value: Any) -> bool:
-        """Whether a value is no array."""
+        """Whether a value stands for an array, instead of being one."""
 
     @abstractmethod
     def as_array(self, value: Any) -> Any:
@@ -194,11 +194,13 @@ class Evaluator(ABC):
 
     @abstractmethod
     def as_rows(self, value: Any) -> Any:
-        """A pytree that `jax.lax.scan` takes rows of, for a value."""
+        """A value as a pytree whose leaves `jax.lax.scan` slices into rows."""
 
     @abstractmethod
     def visit(self, equation: Equation, values: list[Any]) -> list[Any]:
-        """The results of an equation without programs that reads such a value.
+        """The results of an equation that reads a value which stands for an array.
+
+        `inner` finds no program in the equation.
 
         Literals are values too.
         """

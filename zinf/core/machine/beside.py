@@ -8,7 +8,7 @@ from zinf.core.program import Tier
 
 
 def in_own_folders(config: Config) -> Config:
-    """A config whose NVMe tier has no folder that the other engine may have."""
+    """A config with NVMe folders of its own, inside those of the other engine."""
     folders = tuple(folder / INNER for folder in config.nvme_paths or ())
     memory = config.memory.model_copy(update={"nvme": folders or None})
     return config.model_copy(update={"memory": memory})

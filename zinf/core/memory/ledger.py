@@ -98,7 +98,7 @@ class Ledger:
 
     @contextmanager
     def holding(self, nbytes: int, what: str) -> Generator[None, None, None]:
-        """Reserve `nbytes`, and release them again only if the body fails."""
+        """Reserve `nbytes`, and release them again only if the `with` block fails."""
         self.reserve(nbytes, what)
         try:
             yield

@@ -138,7 +138,7 @@ def lock_beside(path: Path) -> Path:
 def locked(
     locks: dict[Path, Path], *, change: str, patience_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Hold locks, each on a path that is written to, until the body ends.
+    """Hold locks, each on a path that is written to, until the `with` block ends.
 
     The lock files are deleted then, and so are folders that were made for them and are
     still empty. If the process is killed, the system gives its locks up. On Windows,

@@ -36,7 +36,11 @@ class NormGroups:
 
     @cached_property
     def classes(self) -> dict[str, int]:
-        """The class of each leaf that is in a group, by path; from 1. Others are 0."""
+        """The class of each leaf that is in a group, by path: numbers from 1.
+
+        Leaves of the same groups have the same class. Leaves of no group are left out;
+        their class is 0.
+        """
         leaves = sorted(set[str]().union(*self.paths))
         kinds = {path: tuple(path in group for group in self.paths) for path in leaves}
         numbers = {kind: n for n, kind in enumerate(dict.fromkeys(kinds.values()), 1)}
@@ -89,7 +93,7 @@ def clip_apart(
 
 
 def _coupled_roots(update: Graph, found: Mapping[Var, int]) -> Iterator[int]:
-    """The sets of leaves of which the update takes the root of one number."""
+    """The bit set of leaves behind each scalar square root of several leaves."""
     seen = set()
     for equation in update.equations:
         if equation.primitive.name == "sqrt" and equation.outvars[0].aval.shape == ():

@@ -138,10 +138,10 @@ def _source(equation: Equation) -> str:
 
 
 def _hint(source: str, rest: Sequence[Equation]) -> str:
-    """What to do about a coupling.
+    """What a user can do about coupled leaves, as the end of the error message.
 
     Args:
-        source: of the equation that couples.
+        source: where the equation that couples leaves was written; see `_source`.
         rest: that equation, and all after it.
     """
     for word, hint in HINTS.items():

@@ -89,12 +89,12 @@ def _acts_elementwise(equation: Equation, shape: tuple[int, ...]) -> bool:
 
 
 def _is_bits(equation: Equation) -> bool:
-    """Whether it shows the bits of each entry; another width would add a dim."""
+    """Whether an equation reinterprets bits; another width would add a dim."""
     return equation.primitive.name == "bitcast_convert_type"
 
 
 def _reads_constants(program: Piece | Graph) -> bool:
-    """Whether it reads arrays that are not inputs; those are not cut into blocks."""
+    """Whether a program reads arrays that are not inputs; these are not cut."""
     known = set(program.invars)
     for equation in program.equations:
         if not known.issuperset(variables(equation.invars)):

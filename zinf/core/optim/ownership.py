@@ -58,7 +58,7 @@ def find_owners(traced: Transform) -> Ownership:
 
 
 def _settle(traced: Transform, bits: list[int]) -> tuple[dict[Var, int], list[int]]:
-    """Leaves behind every variable and state array, through any number of steps."""
+    """Bit sets of the leaves behind variables and states, over any number of steps."""
     graph, num_leaves = traced.update, len(traced.leaves)
     grads, states, params = traced.update_inputs()
     paths = list(traced.leaves)
@@ -108,7 +108,11 @@ def _bits(found: Mapping[Var, int], atom: Atom) -> int:
 
 
 def _owner(output: int, num_leaves: int, bits: list[int]) -> int:
-    """The leaf of an output, or `SHARED`."""
+    """The number of the leaf that an output of the update is of, or `SHARED`.
+
+    The first `num_leaves` outputs are the leaves' updates. The others are state arrays,
+    and `bits` has the leaves behind each of them.
+    """
     if output < num_leaves:
         return output
     leaves = bits[output - num_leaves]

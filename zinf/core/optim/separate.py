@@ -330,7 +330,7 @@ def _shared_states(traced: Transform, ownership: Ownership) -> tuple[SharedState
 def _step(
     traced: Transform, update: Graph, ownership: Ownership, values: Sequence[Var]
 ) -> Graph:
-    """Shared state, the loss and norms to new shared state and step values."""
+    """The program from shared state, loss and norms to new state and step values."""
     _, states, _ = traced.update_inputs()
     new = [update.outvars[len(traced.leaves) + k] for k in ownership.shared]
     step = update.needed_for((*new, *values))

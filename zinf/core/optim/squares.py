@@ -35,7 +35,7 @@ def squares(x: Any) -> Squares:
 
 
 def combined(parts: Sequence[Squares]) -> Any:
-    """The scalar of the note for the sum of all parts, scalars or arrays of them."""
+    """Add all parts, scalars or arrays, to the one scalar that the note describes."""
     if not parts:
         return jnp.float32(0)
     plain, scaled = (
@@ -46,10 +46,10 @@ def combined(parts: Sequence[Squares]) -> Any:
 
 
 def root(square: Any, xp: Any) -> Any:
-    """The norm that a scalar of the note says."""
+    """The norm whose square is encoded in a scalar as the note describes."""
     return xp.sqrt(xp.abs(square)) * xp.where(square < 0, 1 / SCALE, 1.0)
 
 
 def added(parts: Iterable[float]) -> np.float64:
-    """The sum of squares that scalars of the note say, in float64 and this order."""
+    """The sum of squares that are encoded as in the note, in float64, in order."""
     return np.float64(sum(x if not x < 0 else -x / SCALE**2 for x in parts))

@@ -44,7 +44,11 @@ def _least_before(
     seconds: Sequence[float],
     links: Sequence[Link],
 ) -> list[float]:
-    """The head of each instruction; with `order` and `waits_for` reversed, its tail."""
+    """The head (earliest start) of each instruction, or in reverse its tail.
+
+    The tail is the least time after an instruction: then `order` and `waits_for` are
+    reversed.
+    """
     heads = [0.0] * len(seconds)
     places: dict[int, int] = {}  # Number -> its position in `order`.
     # Bit sets of places: the instructions that each waits for, directly or indirectly.

@@ -126,7 +126,7 @@ def step(
 
 
 def whole(arranged: Arrangement) -> Arrangement:
-    """The arrangement of a `step` with the plans `first` and `flush`.
+    """An arrangement made by `step`, with the plans `first` and `flush` added.
 
     Raises:
         InfeasibleError: one of them does not fit.
@@ -145,7 +145,7 @@ def whole(arranged: Arrangement) -> Arrangement:
 
 
 def whole_or(best: Arrangement, found: Arrangement) -> Arrangement:
-    """`whole(found)`; `best` if that does not fit, or nothing else was found."""
+    """`whole(found)`; `best` if that does not fit, or if `found` is `best`."""
     if found is best:
         return best
     try:
@@ -280,7 +280,7 @@ class Search:
         return flops / arranged.catalog.rates.flops_per_second
 
     def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
-        """Raises `reserve` by the missing bytes; False if all of a tier is reserved."""
+        """Add the missing bytes to `reserve`; False if no bytes are left to reserve."""
         capacity = self.capacity_bytes
         if all(reserve[t] >= capacity[t] for t in error.shortages):
             return False
@@ -289,9 +289,10 @@ class Search:
         return True
 
     def fastest(self, best: Arrangement) -> Arrangement:
-        """The fastest arrangement with these homes; of equally fast ones, the plainest.
+        """The fastest arrangement with these homes.
 
-        Times within `WORTHWHILE` count as equal.
+        An option is changed only if the time falls below `WORTHWHILE` of the best so
+        far.
         """
         placed = self.with_residuals(self.with_updates(best))
         return self.with_turns(self.with_deferred(placed))

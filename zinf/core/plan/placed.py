@@ -41,7 +41,7 @@ def build_placed(
 ) -> Arrangement:
     """Places arrays and arranges the step so that the plan fits and is fast.
 
-    The first candidate has the fastest tiers as full as the plainest step allows. If
+    The first candidate has the fastest tiers as full as `Search.plain` allows. If
     some segments recompute in it, a second candidate is built: it starts with all
     arrays on the slowest tier allowed, so more residuals fit, and then moves arrays to
     faster tiers where room is left. `cost` says which candidate is taken. Plans of more

@@ -239,7 +239,7 @@ class _Schedule:
             self.accumulate(targets, [*parts, *(a for a, _ in rows)], rows)
 
     def landing(self, target: ArrayId, *, is_gradient: bool) -> ArrayId:
-        """The array that a pass writes: the accumulator if it is first, or a part.
+        """The array that a pass writes: the accumulator at first, then a part.
 
         A part is added to the accumulator afterwards. If a gradient is narrower than
         float32 and has several contributions, each is a part: its accumulator is

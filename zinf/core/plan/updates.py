@@ -120,7 +120,7 @@ class Updates:
 
 
 def tier_in_turn(update_tier: Tier, turns: int, number: int) -> Tier:
-    """Where the updates of a segment run by `StepOptions`; its number is any count."""
+    """The tier of the `number`-th updates: every `turns`-th is on the other one."""
     is_other = bool(turns) and number % turns == turns - 1
     others = {Tier.HOST: Tier.DEVICE, Tier.DEVICE: Tier.HOST}
     return others[update_tier] if is_other else update_tier

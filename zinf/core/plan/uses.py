@@ -4,7 +4,7 @@ from zinf.core.program import Rows, covers, overlaps
 
 
 class Uses:
-    """The writers and readers of one copy so far, by rows (None: all rows)."""
+    """The instructions that wrote and read a copy so far, by rows (None: all rows)."""
 
     __slots__ = ("_readers", "_writers")
 
@@ -20,7 +20,7 @@ class Uses:
         return [i for other, i in self._writers if overlaps(rows, other)]
 
     def note_read(self, rows: Rows, index: int) -> None:
-        """Adds a reader of some rows."""
+        """Adds a reader of some rows, as `read` does, without returning writers."""
         self._readers.append((rows, index))
 
     def all(self) -> list[int]:

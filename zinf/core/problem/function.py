@@ -85,7 +85,7 @@ def user_function(
 
 
 def evaluation_function(problem: Problem, key: Any) -> Function:
-    """What an evaluation computes: its own loss, or else that of training."""
+    """The function of an evaluation: the evaluation loss, or else that of training."""
     loss = problem.evaluation_loss or problem.loss
     return Function("loss_fn", checked_loss(loss, has_aux=True), key)
 

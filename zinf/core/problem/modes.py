@@ -42,7 +42,10 @@ def takes_train(function: Callable) -> bool:
 
 
 def evaluated(function: Callable, arguments: tuple[Any, ...], key: tuple) -> Any:
-    """The loss alone that an evaluation function gives, with a key if it takes one."""
+    """The loss that an evaluation function returns, without auxiliary values.
+
+    The function gets the key if it takes one.
+    """
     given = (*arguments, *key) if accepts(function, (*arguments, *key)) else arguments
     result = function(*given)
     return result[0] if isinstance(result, tuple) and result else result

@@ -1,4 +1,4 @@
-"""What a user trains, as one value."""
+"""The user's loss and parameters, as one value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -63,7 +63,7 @@ class Modes:
 
     @contextmanager
     def own(self) -> Generator[None, None, None]:
-        """Set the modes in which zinf's own code runs while the body runs.
+        """Set the modes for zinf's own code while the `with` block runs.
 
         They are jax's defaults, with the `enable_x64` of this object. Transfers are not
         guarded, because all transfers of zinf are intended.

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Generator[None, None, None]:
-    """Pauses the garbage collector of this process while the body runs.
+    """Pauses the garbage collector of this process while the `with` block runs.
 
     A plan is made of millions of small objects without reference cycles. The collector
     scanned them repeatedly, which took a third of the planning time at 13B parameters,

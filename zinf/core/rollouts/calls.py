@@ -208,7 +208,7 @@ class Rewards:
     def _of(
         self, name: str, function: Function, call: "Call", samples: Samples
     ) -> tuple[np.ndarray, Failures]:
-        """The rewards of a function, and why it failed, by number of completion."""
+        """The rewards of completions by a function, and the reasons of failed ones."""
         values, failures, is_whole = self._result(name, call, samples)
         if is_whole or len(samples) == 1:
             return values, failures
@@ -230,7 +230,11 @@ class Rewards:
     def _result(
         self, name: str, call: "Call", samples: Samples
     ) -> tuple[np.ndarray, Failures, bool]:
-        """Rewards, failures, and whether the call returned; else one is of all."""
+        """Rewards, failures by completion, and whether the call returned.
+
+        If it did not, the rewards are NaN, and the failure of several completions is
+        not yet known.
+        """
         try:
             return *_checked(name, call.result(self.timeout), samples), True
         except WrongRewards:

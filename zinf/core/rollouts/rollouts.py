@@ -449,7 +449,7 @@ def _drawn(own: Rollouts, time: int) -> _Drawn:
 
 
 def _written(own: Rollouts, prompts: Sequence[Prompt], time: int) -> list[Scored]:
-    """The completions of prompts, those of a prompt together."""
+    """Draw completions of the prompts; those of one prompt are adjacent."""
     settings = own.settings
     base = jax.random.fold_in(jax.random.key(own.draw_seed), SALT)
     groups = own.engine.sample(
@@ -481,7 +481,7 @@ def _scores(own: Rollouts) -> Score:
 
 
 def _in_steps(own: Rollouts, score: Score, arrays: Arrays) -> np.ndarray:
-    """What a score gives for all rows, in batches of the size of a step."""
+    """Apply `score` to all drawn rows, as many at a time as a step has."""
     rows = own.sizes.batch
     parts = (
         {name: x[start : start + rows] for name, x in arrays.items()}
@@ -491,7 +491,7 @@ def _in_steps(own: Rollouts, score: Score, arrays: Arrays) -> np.ndarray:
 
 
 def _placed(values: Sequence[np.ndarray], is_drawn: np.ndarray) -> np.ndarray:
-    """Values of the drawn tokens of each row, in their places, float32."""
+    """Values of drawn tokens at their places in the rows, zero elsewhere; float32."""
     found = np.zeros(is_drawn.shape, np.float32)
     found[is_drawn != 0] = np.concatenate(values)
     return found
@@ -504,7 +504,7 @@ def _advantages(
     reference: np.ndarray | None,
     is_drawn: np.ndarray,
 ) -> np.ndarray:
-    """Of each completion, float64 (N,)."""
+    """The advantages of the completions, float64 (N,)."""
     if settings.algorithm == "grpo":
         return grpo_advantages(
             rewards, settings.num_generations, settings.scale_rewards
@@ -584,7 +584,7 @@ def _lines(
 
 
 class _Told:
-    """What is told of the completions that a step trains on.
+    """Adds metrics of a rollout to those of the next step, and writes its texts.
 
     Args:
         path: of the file of texts. If it cannot be written, a warning says so.
@@ -602,7 +602,7 @@ class _Told:
         self._metrics, self._lines = metrics, lines
 
     def after_step(self, metrics: dict[str, Any]) -> None:
-        """Adds to the metrics of a step; those of rollouts are of the step after."""
+        """For `Hook`: add metrics to a step's, and write the texts of its rollout."""
         step = metrics["step"]
         metrics |= metric_values(metrics.pop("aux", {}))
         metrics |= self._metrics

@@ -207,7 +207,11 @@ class _Builder:
         return Segmented(program, tuple(shared), consts, self.source.structure)
 
     def draft(self, cuts: Sequence[int]) -> list[_Draft]:
-        """One draft a segment; the last one returns what no other segment makes."""
+        """The segments between the cuts, as drafts in program order.
+
+        The last one also returns the outputs of the program that no segment returns as
+        it computes them; see `is_own`.
+        """
         pairs = zip(cuts, cuts[1:], strict=False)
         ranges = [self.order.anchored[a:b] for a, b in pairs if b > a] or [()]
         finals = [a for a in self.graph.outvars if not self.is_own(a)]
@@ -250,11 +254,11 @@ class _Builder:
                 maker.inputs.remove(old)
 
     def is_own(self, atom: Atom) -> bool:
-        """Whether it is an output that the segment makes which computes it."""
+        """Whether an atom is an output that the segment computing it returns."""
         return _is_variable(atom) and atom in self.own_outputs
 
     def gather(self, anchored: Sequence[Equation], finals: Sequence[Atom]) -> _Draft:
-        """The equations of a segment with the floating ones that they read."""
+        """A draft of these equations and the floating equations that they read."""
         equations: list[Equation] = []
         defined: set[Var] = set()
         params: dict[Var, None] = {}

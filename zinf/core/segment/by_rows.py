@@ -118,7 +118,7 @@ def _with_barriers_if_needed(
 
 @dataclass
 class RowWise:
-    """The values of a program that are by row, given its inputs that are (`seeds`).
+    """Which values of a program are by row, given the inputs (`seeds`) that are.
 
     Attributes:
         parts: a block has as many rows of each of so many equal parts of all rows.
@@ -167,7 +167,7 @@ class RowWise:
             return {}
 
     def _only_counts(self, equation: Equation) -> bool:
-        """Whether an equation makes integers, and of arguments alone.
+        """Whether an equation computes integers, and from arguments only.
 
         Labels that are moved by one token are small, and cost no loop as wholes.
         """
@@ -178,7 +178,7 @@ class RowWise:
         )
 
     def _make_barrier(self, equation: Equation) -> None:
-        """An equation that runs whole once the loops before it have ended."""
+        """Make an equation run whole, once the loops before it have ended."""
         reads = variables(equation.invars)
         blocked = [v for v in reads if v in self.dims and v not in self.seeds]
         self.joined.update(blocked)
@@ -219,7 +219,10 @@ class RowWise:
         return self.dims.get(atom, self.sliced.get(atom))
 
     def _demand(self, atom: Atom, dim: int) -> None:
-        """Makes a value that is equal for all rows by row: computed so, or read so."""
+        """Make a value that is equal for all rows available by row along `dim`.
+
+        It is computed by row if its operands allow that, and sliced otherwise.
+        """
         if isinstance(atom, Literal) or self.dim_of(atom) not in (None, dim):
             raise NotByRow("rows meet others")
         if self.dim_of(atom) == dim:
@@ -277,7 +280,7 @@ class RowWise:
         ]
 
     def _run_wholes(self, values: dict[Var, Any], phase: int) -> None:
-        """Equations outside of all rows. XLA drops those that are unused."""
+        """Run this phase's equations that have no rows; XLA drops unused ones."""
         for equation in self.graph.equations:
             out, reads = equation.outvars[0], variables(equation.invars)
             is_whole = out not in self.varying and out not in self.sums

@@ -148,7 +148,7 @@ class Segment:
         return self.keeping.workspace
 
     def traffic(self) -> dict[str, tuple[Collective, ...]]:
-        """The collectives of the passes that `workspace` belongs to."""
+        """The collectives of the passes, "forward" and "backward", for `workspace`."""
         if self.executables.mesh.size == 1:
             return {}
         return self.executables.traffic

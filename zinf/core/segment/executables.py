@@ -247,7 +247,7 @@ class BodyExecutables(BodyPasses):
 
     @cached_property
     def traffic(self) -> dict[str, tuple[Collective, ...]]:
-        """The collectives of the forward and the backward pass, where there is one."""
+        """The collectives of each pass that the segment has: forward, backward."""
         passes = {}
         if not self.is_last:
             passes["forward"] = collectives_of(self.forward)
@@ -284,7 +284,10 @@ class BodyExecutables(BodyPasses):
 
 
 def _shards(value: jax.ShapeDtypeStruct) -> dict[int, int]:
-    """Among how many devices each dim is divided; dims of which each has 1 are none."""
+    """For each dim, the number of devices that divide it.
+
+    Dims of which each device has one entry are left out.
+    """
     assert isinstance(value.sharding, NamedSharding)
     sizes = value.sharding.shard_shape(value.shape)
     return {d: n // sizes[d] for d, n in enumerate(value.shape) if sizes[d] > 1}

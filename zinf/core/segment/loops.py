@@ -92,7 +92,7 @@ class _Finder:
         return all(self.is_alike(*pair, number - first) for pair in pairs)
 
     def link(self, number: int) -> tuple[int | None, ...] | None:
-        """`Part.carried` of a segment and the one before it; None if they have none."""
+        """`Part.carried` of a segment after the one before it; None: not one loop."""
         before, spec = self.specs[number - 1], self.specs[number]
         if any(self.readers.get(name) != {number} for name in before.outputs):
             return None

@@ -149,7 +149,7 @@ def _with_tile(
     labels: jax.Array,
     first: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The three numbers with the logits (..., words) of one more tile."""
+    """Maximum, sum and label's logit after the logits (..., words) of one more tile."""
     logits, best = logits.astype(total.dtype), jax.lax.stop_gradient(best)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
     peak = jnp.maximum(best, highest)

@@ -71,7 +71,7 @@ def write(
     split: Split,
     pieces: Sequence[Atom],
 ) -> list[Atom]:
-    """Writes an equation for pieces of an operand: the pieces of its result, or it."""
+    """Writes an equation for pieces of an operand: pieces of its result, or one."""
     result = follow(equation, number, split)
     if isinstance(result, Split):
         return _write_pieces(emitter, equation, number, split, result, pieces)

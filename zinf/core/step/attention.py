@@ -161,7 +161,7 @@ def with_rows(function: Callable, rows: AttentionRows) -> Callable:
 
 
 def _small(operands: Operands) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a trial: one example, some tokens."""
+    """Shapes for a trial: one example, at most `TRIAL_TOKENS` tokens."""
     sizes = {name: list(x.shape) for name, x in operands.items()}
     for name, shape in sizes.items():
         if name in QKV or name.endswith(("segments", "positions")):

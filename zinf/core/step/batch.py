@@ -87,7 +87,7 @@ def check_values(batch: Any) -> None:
 def with_shapes_before(
     batch: Any, earlier: Collection[tuple]
 ) -> Generator[None, None, None]:
-    """Adds a note to an error of the body: how `batch` differs from the batch before.
+    """Adds to an error of the `with` block how `batch` differs from the one before.
 
     Args:
         earlier: the signatures of the batches before; without any there is no note.

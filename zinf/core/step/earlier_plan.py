@@ -68,7 +68,7 @@ class EarlierPlan:
     key: str = ""
 
     def then(self, *parts: Any) -> "EarlierPlan":
-        """The place of the choices for the same step with something else given."""
+        """A place of choices for the same step with further inputs, `parts`."""
         return replace(self, key=_digest([self.key, *map(repr, parts)]))
 
     def arranged(self, step: Step, search: Callable[[], Arrangement]) -> Arrangement:
@@ -201,7 +201,7 @@ def _figures(arranged: Arrangement) -> list[Any]:
 
 
 def _built(written: Any, step: Step) -> Arrangement | None:
-    """The arrangement with the choices in a file; None if it is not what it was."""
+    """The arrangement that a file describes; None if it no longer fits the step."""
     if written is None:
         return None
     arrays = _arrays(step.catalog)

@@ -149,13 +149,13 @@ class Setup:
     # The loss.
 
     def trace(self, batch: Any, max_bytes: int | None = None) -> Source:
-        """The loss for one shape of microbatch, without its weight."""
+        """The traced loss of one shape of microbatch, without a weight."""
         return self.traced(batch, max_bytes)[0]
 
     def traced(
         self, batch: Any, max_bytes: int | None = None
     ) -> tuple[Source, LossWeight | None]:
-        """The loss for one shape of microbatch, and its weight if it returns one.
+        """The traced loss of one shape of microbatch, and its weight if it has one.
 
         Args:
             max_bytes: rematerialized calls with more bytes of parameters are cut too.
@@ -247,7 +247,7 @@ class Setup:
 
     @property
     def computes_elsewhere(self) -> bool:
-        """Whether device memory is not host memory: then there is something to choose.
+        """Whether devices have memory of their own, apart from host memory.
 
         On the CPU both are one memory, and an offloaded step saves nothing.
         """
@@ -267,7 +267,9 @@ class Setup:
 
     @contextmanager
     def planning(self) -> Generator[None, None, None]:
-        """Plans in zinf's modes of jax while the body runs.
+        """Run the `with` block in the jax modes of zinf's own code (`Modes.own`).
+
+        The garbage collector is paused meanwhile.
 
         A compiler's out-of-memory error becomes an InfeasibleError.
         """

@@ -28,7 +28,7 @@ def tell(text: str = "", *, end: str = "\n") -> None:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Give an OSError of the body that names no file the name of this one.
+    """Name this file in an OSError of the `with` block that names none.
 
     A full drive and a limit of the size of files (`ulimit -f`) are errors of a write,
     which knows no name.

@@ -99,7 +99,10 @@ class Output:
 
 
 class Complaints(Silence):
-    """Progress of a run whose standard output takes nothing more: no lines of steps."""
+    """Progress once standard output has failed: lines go to standard error.
+
+    Steps are no longer reported.
+    """
 
     def say(self, text: str) -> None:
         complain(text)

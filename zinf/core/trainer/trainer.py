@@ -332,7 +332,7 @@ class _Run:
 
     @contextmanager
     def surviving(self) -> Generator[None, None, None]:
-        """Print the error if a save in the body fails, and let training continue.
+        """Print the error if a save in the `with` block fails; training continues.
 
         A drive may be full now and have space for the next save. With several processes
         the error is raised, because one process would continue without the others.

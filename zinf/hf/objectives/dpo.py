@@ -106,7 +106,7 @@ def _write(path: Path, passes: Iterator[np.ndarray], num_pairs: int) -> None:
 
 
 def _is_of(path: Path, passes: Iterator[np.ndarray], num_pairs: int) -> bool:
-    """Whether a file of `_write` is of the model of the passes, by the first of them.
+    """Whether the model of `passes` gave a file of `_write`, by the first pass.
 
     That is so if the log-probabilities of the first pairs are equal within rounding: on
     another machine sums of the same terms may differ.

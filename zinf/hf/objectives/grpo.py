@@ -158,11 +158,11 @@ def rollouts_of(
 
 
 def check_reference(config: Config) -> None:
-    """Refuse a reference that is neither the files' weights nor what adapters change.
+    """Refuse a reference that is not the frozen base of the adapters.
 
     Raises:
-        NotImplementedError: there is a `beta`, and adapters that begin from others, or
-            leaves that are trained whole beside them.
+        NotImplementedError: `grpo.beta` is set, and the adapters begin from saved ones,
+            or modules are trained whole beside them.
     """
     adapter, beta = config.adapter, config.grpo.beta
     if not beta or adapter is None:

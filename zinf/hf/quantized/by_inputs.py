@@ -79,7 +79,7 @@ class ByInputs(Packed):
 
 
 def names_of(qweight: str) -> tuple[str, str, str, str]:
-    """The weight that codes are of, its codes, its scales and its zeros."""
+    """Names of a weight, its codes, its scales and its zeros, by that of its codes."""
     stem = qweight.removesuffix(QWEIGHT)
     return f"{stem}{WEIGHT}", qweight, f"{stem}{SCALES}", f"{stem}{QZEROS}"
 

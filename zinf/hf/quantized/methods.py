@@ -14,7 +14,7 @@ Section = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """How weights of a method are read.
+    """How the weights of one quantization method are read.
 
     Attributes:
         find: the plain weights that can be made of tensors, by name.
@@ -54,7 +54,7 @@ def plain(files: AbstractTensors, section: Section | None) -> AbstractTensors:
 
 
 def refusal(section: Section) -> str | None:
-    """Why weights that were quantized so are not read, or None if they are."""
+    """Why weights quantized as a section says cannot be read; None if they can."""
     method = section.get("quant_method")
     if method not in METHODS:
         return f"{method or 'an unknown method'}"

@@ -88,7 +88,7 @@ def read_floats(files: AbstractTensors, name: str) -> np.ndarray:
 
 
 def rows_of_part(files: AbstractTensors, name: str, plain: ArraySpec) -> int:
-    """The rows of a weight of which a part takes about what one of its codes does."""
+    """Rows of a weight that take about as many bytes as a part of one of its codes."""
     spec = files.specs[name]
     part = prod(map(min, files.block(name), spec.shape)) * spec.itemsize
     return max(1, part // (prod(plain.shape[1:]) * plain.itemsize))

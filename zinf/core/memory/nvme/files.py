@@ -146,7 +146,7 @@ class Files:
         raise full
 
     def _fastest(self, nbytes: int) -> list[Place]:
-        """The places, first the one that would move its chunks and `nbytes` first."""
+        """The places, ordered by when they would have moved `nbytes` more."""
         with self._lock:
             return sorted(
                 self.places,

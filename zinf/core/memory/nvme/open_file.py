@@ -77,7 +77,7 @@ class Mover:
                 self.busy_since = None
 
     def check_wanted(self) -> None:
-        """Raise OSError if the request has failed already for its caller.
+        """Raise OSError if the request was given up: its future has failed.
 
         Then the memory belongs to the caller again.
         """

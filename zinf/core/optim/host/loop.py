@@ -32,7 +32,7 @@ LARGEST_POWER = 8
 
 @dataclass(frozen=True)
 class Loop:
-    """A program, and the scalars that follow those of the function."""
+    """A program, and the literals that it takes after the function's scalars."""
 
     program: Program
     literals: tuple[np.float32, ...]
@@ -149,13 +149,13 @@ class _Translation:
         return self.emit((OF_NUMBERS | OF_TRUTHS)[name], *operands)
 
     def _quotient(self, x: int, y: int) -> int:
-        """XLA divides by a scalar by multiplying with its inverse."""
+        """x / y; by a scalar it multiplies with the inverse, as XLA does."""
         if y in self.scalars and x not in self.scalars:
             return self.emit("mul", x, self.emit("div", self.one, y))
         return self.emit("div", x, y)
 
     def _power(self, x: int, exponent: int) -> int:
-        """By squaring, lowest bit first, as jax lowers it."""
+        """x ** exponent by squaring, lowest bit first, as jax lowers it."""
         result = None
         while True:
             if exponent & 1:

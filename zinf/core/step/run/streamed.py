@@ -230,9 +230,9 @@ class StreamedRunner(AbstractRunner):
 
     @contextmanager
     def pending_settled(self, record: StepRecord) -> Generator[None, None, None]:
-        """Settles the deferred updates when the body, which runs them, ends.
+        """Settles the deferred updates after the `with` block, which runs them.
 
-        If the body succeeds, they are done. If it fails after the first of them began,
+        If the block succeeds, they are done. If it fails after the first of them began,
         they are dropped. If it fails before that, they stay pending.
         """
         try:

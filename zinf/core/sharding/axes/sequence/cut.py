@@ -301,8 +301,10 @@ class _Cutter(Emitter):
         return [by_positions]
 
     def to_heads(self, atom: Atom, marks: Marks) -> Atom:
-        """A value with its heads cut, and its positions before, so that cotangents are
-        cut in the same way."""
+        """Cut a value's heads, and its positions before.
+
+        So its cotangents are cut in the same way.
+        """
         before = self.known(atom)
         self.mark(atom, marks)
         new = self.constrain(self.constrain(atom, Mark.POSITIONS), Mark.HEADS)

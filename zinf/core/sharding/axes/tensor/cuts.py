@@ -128,7 +128,7 @@ def find_cuts(
 
 @dataclass
 class _Group:
-    """Dims that can be cut together only.
+    """Dims that devices divide together or not at all.
 
     Attributes:
         weights: those of parameters.
@@ -147,7 +147,7 @@ class _Group:
         return sum(prod(v.aval.shape) for v, _ in self.weights)
 
     def why_whole(self, parts: int, min_bytes: int) -> str | None:
-        """Why devices cannot, or should not, divide it; None if they do."""
+        """Why devices cannot, or should not, divide the group; None if they may."""
         if self.blocks:
             return self.blocks[0]
         if len({v for v, _ in self.weights}) < len(self.weights):

@@ -75,7 +75,7 @@ def _part(leaf: Any, dim: int | None, parts: int) -> jax.ShapeDtypeStruct:
 
 
 class _Check:
-    """Follows cut dims through an expert's program to sums over devices, to its result.
+    """Follows cut dims through an expert's program, up to sums over devices.
 
     Attributes:
         cut: the dim along which a device has a part of a value.
