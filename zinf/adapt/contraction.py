@@ -66,7 +66,13 @@ class Fact:
 
 @dataclass
 class Found:
-    """What a loss does with its parameters, by key path."""
+    """How a loss uses its parameters, by key path.
+
+    Attributes:
+        contractions: parameters that are multiplied by activations.
+        looked_up: parameters of which rows are looked up, such as embeddings.
+        choosing: weights whose products choose, such as those of routers and heads.
+    """
 
     contractions: dict[str, Contraction] = field(default_factory=dict)
     looked_up: set[str] = field(default_factory=set)

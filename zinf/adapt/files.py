@@ -110,7 +110,7 @@ def load_adapter(
         present = {name for name in tensors.specs if BASE_LAYER not in name}
         wanted = peft_tensors(adapted, naming)
         if (directory / OWN_CONFIG).exists():
-            # Of zinf an adapter is of all places of a tied leaf, whatever it names.
+            # zinf's adapters are for all places of a tied leaf, although they name one.
             wanted = {n: x for n, x in wanted.items() if n in present or not x.is_again}
         _check_names(wanted, present, directory)
         for name, place in wanted.items():

@@ -71,7 +71,7 @@ class Manifest:
         return json.dumps(content, indent=1).encode()
 
 
-# What `engine.get` calls by optax's names.
+# A hint on names of state arrays; `engine.get` takes optax's names instead.
 STATE_NAMES = (
     "state0, state1, ... are the optimizer state of a parameter, in optax's order: "
     "of adam mu and nu."

@@ -89,7 +89,7 @@ def command_line(
     ] = False,
 ) -> None:
     """Train any JAX model, of any size, on the hardware you have."""
-    # What is logged without a handler, such as names of a model's tensors.
+    # Records without a handler may have text from outside, such as names of tensors.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(ShownFormatter())
     # Orbax logs a traceback of every error that it raises.

@@ -59,7 +59,7 @@ def print_run_evaluation(
         weights: "master" as trained, "ema" their average; None takes `run.weights`.
     """
     config, mesh = on_devices(path, overrides=overrides)
-    # What a teacher says is no part of the loss on held-out data.
+    # A teacher has no part in the loss on held-out data.
     config = config.model_copy(update={"distillation": None})
     folder = find(place_of_checkpoints(config), step)
     task = task_of(config)

@@ -56,7 +56,7 @@ class AbstractForm(ABC):
 
     @abstractmethod
     def found(self, output: Path) -> tuple[int, int]:
-        """How many answers an output has, and their bytes; it only looks.
+        """Number of answers that an output has, and their bytes; changes nothing.
 
         A last one that was cut short, in a write of this command, does not count.
 
@@ -66,7 +66,7 @@ class AbstractForm(ABC):
 
     @abstractmethod
     def written(self, number: int, answer: Mapping[str, Any]) -> bytes:
-        """What is appended for an answer; the first is number 0."""
+        """The bytes to append for an answer; the first answer is number 0."""
 
 
 class JsonLines(AbstractForm):

@@ -36,7 +36,7 @@ from zinf.core.trainer import Hook, Trainer
 from zinf.distributed import AbstractGroup, flat
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
 
-# The meeting after which a run is the one of its folder: a restart continues it.
+# Name of the barrier that ends set-up: a restart after it continues this run.
 SET_ASIDE = "checkpoints of earlier runs are set aside"
 
 
@@ -101,7 +101,7 @@ def train_held(
     content: dict[str, Any] = {}
     changes: list[dict[str, Any]] = []
     changed: Changed = {}
-    # It says which text it extracts, so it comes before the content is compared.
+    # This prints which text it extracts, so it comes before contents are compared.
     data = task.dataset("train", group, say=say)
     if group.is_first:
         content = decides(config)

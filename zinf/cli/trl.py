@@ -49,7 +49,7 @@ KEYS = {
     "val-set-size": "data.validation_fraction",
     "center-rewards-coefficient": "data.center_rewards_coefficient",
 }
-# What zinf does in its own way whatever is asked. The run goes on.
+# Options that have no effect, as zinf has its own way. The run goes on.
 OTHERWISE = {
     "gradient-checkpointing": "the plan says what is recomputed, by the budgets",
     "gradient-checkpointing-kwargs": "the plan says what is recomputed",
@@ -75,7 +75,7 @@ OTHERWISE = {
     "save-strategy": "checkpoints are every --save-steps, and at the end",
     "logging-strategy": "metrics.jsonl has a line for each step",
 }
-# What would give another run than was asked for.
+# Options that are refused: without them the run would be another one.
 REFUSED = {
     "dataset-name": "zinf finetune reads files. Download the data set, such as by `hf "
     "download --repo-type dataset NAME`, and name its files: --data FILE.",

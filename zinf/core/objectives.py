@@ -57,7 +57,7 @@ OBJECTIVES = {
         "predict chosen answers and prefer them, https://arxiv.org/abs/2403.07691",
         "chosen and rejected answers",
         num_sequences=2,
-        # That of sft: TRL's example has 8e-6 of all weights.
+        # The learning rate of sft; TRL's example trains all weights at 8e-6.
     ),
     "reward": Traits(
         "score chosen answers above rejected ones, https://arxiv.org/abs/2203.02155",
@@ -75,7 +75,7 @@ OBJECTIVES = {
         is_drawn=True,
     ),
 }
-# Those of `zinf finetune`; others have commands of their own.
+# Objectives of `zinf finetune`; others have commands of their own.
 FINETUNED = {name: traits for name, traits in OBJECTIVES.items() if not traits.is_drawn}
 
 

@@ -30,7 +30,7 @@ RARITY_SCALE = 100
 # Where a sample of data with padding has no token.
 PADDING = -1
 ABOUT = "about.json"
-# Of the files of a metric.
+# Endings of the names of a metric's files.
 INDEXES = ("_sample_to_metric", "_index_to_sample", "_index_to_metric")
 SUFFIXES = (
     *(f"{name}{end}" for name in INDEXES for end in (".bin", ".idx")),
@@ -238,7 +238,8 @@ def _values(
     """The difficulty of each sample; a memory map of the file NAME.values."""
     path, count = analysis.output / f"{name}.values", len(analysis.samples)
     written = path.stat().st_size // 8 if path.exists() else 0
-    # What a stopped analysis wrote of a chunk is computed anew. The last is shorter.
+    # A chunk that a stopped analysis wrote in part is computed anew. The last chunk is
+    # shorter.
     is_done, done = written >= count, written // CHUNK_SAMPLES
     done, whole = (done + 1, count) if is_done else (done, done * CHUNK_SAMPLES)
     with naming(path), path.open("r+b" if done else "wb") as stream:

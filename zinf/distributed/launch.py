@@ -61,7 +61,8 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        # Of Open MPI 4, and of both: 4 gives all processes one random number.
+        # Open MPI 4 gives all processes the same random number in the first variable;
+        # 4 and 5 set the second one.
         run=("OMPI_MCA_orte_precondition_transports", "PMIX_NAMESPACE"),
     ),
     SLURM,

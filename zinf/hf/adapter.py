@@ -143,7 +143,7 @@ class SavedAdapter:
             for names in naming.tied.values():
                 found = {name: _values(tensors, name, naming) for name in names}
                 has = [name for name in names if found[name]]
-                # Of zinf an adapter is of all places, whatever it names.
+                # zinf's adapters are for all places, although they name one.
                 if not has or is_own and has == [names[0]]:
                     continue
                 left = [name for name in names if not found[name]]

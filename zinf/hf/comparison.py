@@ -188,7 +188,7 @@ def _compared(
 
 def _off(found: Any, wanted: np.ndarray, scale: float) -> float:
     difference = float(np.abs(np.asarray(found, np.float32) - wanted).max())
-    # What is not finite on one side alone differs.
+    # A number that is not finite on one side only makes the difference infinite.
     share = difference / max(float(scale), 1e-30)
     return share if np.isfinite(share) else float("inf")
 
@@ -293,7 +293,7 @@ def _place(config: transformers.PretrainedConfig, auto_class: str) -> Path:
         config.to_json_string(),
     ):
         digest.update(part.encode() + b"\0")
-    # Of zinf itself the version does not say what was changed since.
+    # zinf's version does not show changes of its source since the release.
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return user_cache() / "compared" / f"{digest.hexdigest()[:32]}.json"

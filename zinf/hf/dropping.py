@@ -83,7 +83,7 @@ def dropping(
         yield
     finally:
         for layer in chosen:
-            # What the class defines is seen again.
+            # Without this attribute, the method of the class is called again.
             vars(layer).pop("forward", None)
 
 

@@ -230,7 +230,7 @@ def decoder_for(model: Model, adapted: Adapted | None, planner: Planner) -> Deco
     kept = planner.problem.params
     places = ("",) if adapted is None else (f"{BASE}/", f"{ADAPTER}/")
     paths = (f"{place}{name}" for name in model.specs for place in places)
-    # That of the parameters as the model sees them.
+    # The dtype of the parameters as the model gets them.
     dtype = next(kept[path].compute.dtype for path in paths if path in kept)
     made = decoder_of(model, dtype)
     if adapted is None:

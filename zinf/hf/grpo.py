@@ -49,7 +49,7 @@ SIZES = ("train_batch_size", *(TRAINING[name][0] for name in (
     "per_device_train_batch_size", "gradient_accumulation_steps")))  # fmt: skip
 # TRL's names of the correction for another sampler; zinf has its own sampler.
 OF_VLLM = "vllm_"
-# What zinf does in its own way whatever is asked.
+# Settings of TRL that have no effect: zinf has its own way.
 OTHERWISE = frozenset(
     {
         *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization"),

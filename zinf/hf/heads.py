@@ -29,11 +29,11 @@ from zinf.hf.model import Batch, Model, Params
 from zinf.hf.module import read_config
 from zinf.hf.weights import StoredWeights, spec_of, to_numpy
 
-# What modules of `transformers` say that need a token of padding.
+# The error of modules of `transformers` that need a token of padding.
 NO_PADDING = "no padding token is defined"
 
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
-# What PEFT calls models of a class; it has no name for others.
+# PEFT's names of the tasks of Auto classes; it has no name for other classes.
 PEFT_TASKS = {
     SEQUENCE_CLASSIFICATION: "SEQ_CLS",
     "AutoModelForTokenClassification": "TOKEN_CLS",

@@ -59,7 +59,7 @@ KEYS = (
 # torchax has one environment, and a call changes the module while it lasts. Plans are
 # traced in several threads.
 _TRACING = RLock()
-# What is not given to the module.
+# Leaves of a batch that the torch module does not get.
 OWN_KEYS = ("labels", "segment_ids", "kept")
 # Layers in which a token sees others through a mask alone.
 MASKED_LAYERS = {"full_attention", "sliding_attention"}

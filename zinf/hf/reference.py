@@ -45,7 +45,7 @@ class Reference:
         return _scores(self.engine, batch, self.temperature, self.num_microbatches)
 
     def brief(self) -> str:
-        """What it holds, in a line."""
+        """The bytes that the reference holds, in a line."""
         held = [f"{show_bytes(n)} of {t}" for t, n in self.held_bytes.items() if n]
         return f"reference: {self.engine.model.name}, holds {', '.join(held)}"
 

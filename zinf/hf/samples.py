@@ -38,7 +38,7 @@ NO_TAGS = (
     "data.assistant_only to false to train on the last answer."
 )
 
-# What of an answer has labels; tokens that are kept in folders were made so.
+# Which tokens of an answer have labels. It is part of the key of tokenized folders.
 LABELLED = "tokens within its characters"
 # Tokens, and their labels.
 Sample = tuple[list[int], list[int]]

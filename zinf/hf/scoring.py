@@ -30,7 +30,7 @@ from zinf.hf.texts import text_ids
 
 OF_TEXTS = "text, prompt and completion, messages, or prompt and choices"
 OF_CLASSES = "text (and maybe text_pair) or messages"
-# What a module gets of a tokenizer, if it takes it.
+# Outputs of a tokenizer that are given to a module, if it takes them.
 TOKENS = ("input_ids", "token_type_ids")
 MASK = "attention_mask"
 

@@ -542,6 +542,6 @@ class Task:
             return found
         if config.kept_tokens is not None:
             self.model.check_dropping()
-        # Of a batch on several processes, each knows only its own rows.
+        # With several processes, each knows only its own rows of a batch.
         check = check_labels if group.count == 1 else None
         return paced(config, found, leaf="input_ids", extra=0, check=check)

@@ -42,7 +42,7 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
     count = max(counts, default=0)
     kept = _kept_layers(values, count)
     heads = [v for k, v in values.items() if HEADS.search(k) and _is_count(v)]
-    # Of DeepSeek's attention a head has two parts.
+    # A head of DeepSeek's attention has two parts.
     parts = (values.get("qk_nope_head_dim") or 0) + (
         values.get("qk_rope_head_dim") or 0
     )

@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from zinf.core.process.lazy import MissingExtra, import_at_once
 
-# As the extra `hf` of zinf asks for them.
+# The versions that the extra `hf` of zinf requires.
 TESTED = {
     "huggingface-hub": ">=2.4,<3",
     "jinja2": ">=3.1.6,<4",

@@ -256,7 +256,7 @@ def first_names(model: PreTrainedModel) -> dict[str, str]:
 def conversions(
     names: Sequence[str], model: PreTrainedModel
 ) -> tuple[list[Conversion], tuple[str, ...]]:
-    """How the tensors of a model's files become its weights; and names without use."""
+    """Conversions from a model's files to its weights, and names that are not used."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

@@ -44,7 +44,7 @@ from zinf.inference.plan import (
 
 # Prompts are read in blocks of about so many tokens, however many sequences share them.
 BLOCK_TOKENS = 256
-# What the compiler may fail with, for lack of memory or by itself.
+# Errors of planning and of the compiler, for lack of memory or for another reason.
 CANNOT = (InfeasibleError, jax.errors.JaxRuntimeError)
 Arrays = Mapping[str, Any]
 
@@ -283,7 +283,7 @@ class Functions:
 
     @cached_property
     def axes(self) -> Any:
-        """The dim of each array of a microbatch that has a sequence for each index.
+        """For each array of a microbatch, the dim along which its sequences lie.
 
         `NO_AXIS` for those that are the same for all sequences.
         """

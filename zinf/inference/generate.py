@@ -202,7 +202,7 @@ class _Run:
         forward = self.planner.prefix(self.planned, count)
         inputs = []
         for m in range(forward.num_microbatches):
-            # What rows read that do not join is dropped.
+            # Rows that do not join read the first request; their results are dropped.
             some = next(iter(requests.values()))
             whole = [requests.get(row, some) for row in self.of_microbatch(m)]
             leaves = {
@@ -276,7 +276,7 @@ class _Run:
         rows, sampling = self.planned.shape.rows, self.job.sampling
         order = sorted(logits)
         for some in (order[i : i + rows] for i in range(0, len(order), rows)):
-            # What is drawn for the repeated ones is dropped.
+            # Tokens that are drawn for repeated rows are dropped.
             places = [*some, *[some[0]] * (rows - len(some))]
             whole = [self.request(row) for row in places]
             logits_BV = np.stack([logits[row] for row in places])

@@ -20,7 +20,7 @@ Kept = Callable[[Hashable, Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What is written, and the arrays that it is written with.
+    """One run of generation: the tokens to write, and the arrays to do it with.
 
     Attributes:
         part: which tokens of the sequences.

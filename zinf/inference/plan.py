@@ -93,7 +93,7 @@ class Generation:
 
 
 def row_axes(specs: Any, of_one_more: Any) -> Any:
-    """The dim of each array that has a sequence for each index.
+    """For each array, the dim along which its sequences lie.
 
     `NO_AXIS` for arrays that are the same for all sequences.
 
@@ -424,7 +424,7 @@ class GenerationPlanner:
         }
 
     def cache_axes(self, shape: Shape) -> Any:
-        """The dim of each leaf of the cache that has a sequence for each index."""
+        """For each leaf of the cache, the dim along which its sequences lie."""
         larger = replace(shape, rows=shape.rows + 1)
         return row_axes(self._cache(shape), self._cache(larger))
 

@@ -13,7 +13,7 @@ OnToken = Callable[[int, int], object]
 
 
 class Texts:
-    """What is written of some requests, and which of them go on.
+    """The texts of some requests as they grow, and which of them go on.
 
     Args:
         ends: tokens that end a text.

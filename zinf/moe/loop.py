@@ -42,7 +42,7 @@ class Queues(NamedTuple):
 def queues(choice: Int[Array, "T k"], num_experts: int) -> Queues:
     """The queue of each expert; a choice out of range is no expert."""
     flat_N = choice.reshape(-1)
-    # What no expert has is sorted behind all experts, and given no place.
+    # Routes without an expert are sorted behind all experts, and have no place.
     is_expert = (flat_N >= 0) & (flat_N < num_experts)
     flat_N = jnp.where(is_expert, flat_N, num_experts).astype(jnp.int32)
     counts_E = jnp.zeros(num_experts + 1, jnp.int32).at[flat_N].add(1)[:num_experts]

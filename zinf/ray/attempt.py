@@ -109,7 +109,7 @@ class Watch:
                     continue
                 if ended is not None:
                     self.attempt.noticed = time.time()
-                    # What was said just before the end.
+                    # Read the messages from just before the end.
                     self._hear(ray.get(self.board.news.remote()))
                     self.attempt.ended = ended
                     return ended
@@ -130,7 +130,7 @@ class Watch:
         news = self.board.news.remote()
         pending = [news, *self.runs]
         ready, _ = ray.wait(pending, num_returns=1, timeout=ROUND_SECONDS)
-        # What is ready beside the first one, without waiting.
+        # All calls that are ready beside the first one, without waiting.
         ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
         for run in ready:
             if run in self.runs:

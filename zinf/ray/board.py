@@ -90,7 +90,7 @@ class Board:
         self._news = News(lines=self._news.lines, metrics=self._news.metrics)
 
     async def join(self, attempt: int, index: int, place: tuple[int, str, str]) -> None:
-        """A worker is there.
+        """Note that a worker has started.
 
         Args:
             place: its process id, host, and node of Ray.
@@ -103,7 +103,7 @@ class Board:
     async def post(
         self, attempt: int, index: int, messages: Sequence[Message], is_leaving: bool
     ) -> Cause | None:
-        """What a worker says, which may be nothing: it is a sign of life too.
+        """Take a worker's messages, maybe none: a post is also a sign of life.
 
         Args:
             is_leaving: the worker itself was told to leave.

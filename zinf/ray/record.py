@@ -17,7 +17,7 @@ class Cause(StrEnum):
     FAILED = "failed"  # the function raised an error in a worker
 
 
-# What a worker is asked to do when the others are to save and end with it.
+# Causes for which all workers are asked to save and end.
 STOPS = (Cause.INTERRUPTED, Cause.RESIZED, Cause.PREEMPTED)
 
 

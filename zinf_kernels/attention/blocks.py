@@ -73,7 +73,7 @@ def _forward(spec: Spec, operands: dict[str, Any]) -> tuple[jax.Array, Any]:
 def _backward(spec: Spec, residuals: Any, d_out: jax.Array) -> tuple[dict[str, Any]]:
     operands, out, lse_IBKGQ = residuals
     on_cpu = spec.place is not None and spec.place.platform == "cpu"
-    # What dropout leaves depends on the numbers of blocks.
+    # Dropout draws by the numbers of blocks, so its blocks must be those of forward.
     has_few_keys = on_cpu and not spec.dropout
     blocks = _Blocks.of(spec, operands, BACKWARD_KEYS if has_few_keys else BLOCK)
     gradients = blocks.backward(out, lse_IBKGQ, d_out)

@@ -14,9 +14,9 @@ from zinf.checkpoint.place import ObjectFolder
 from zinf.checkpoint.storage import AbstractStorage
 from zinf.core.memory.storage_error import StorageError
 
-# Seconds that requests are tried again, about: 4 minutes for the bytes of a save, so
-# that an outage does not end a run; 2 s for the first request, so that an address that
-# is wrong is told soon.
+# Requests are repeated for about 4 minutes for the bytes of a save, so that an outage
+# does not end a run, and for 2 s for the first request, so that a wrong address is
+# reported soon.
 PATIENT = {"max_retries": 12, "initial_delay": "1s", "max_delay": "32s"}
 PROMPT = {"max_retries": 3, "initial_delay": "300ms", "max_delay": "1s"}
 # Objects that are deleted at once.

@@ -258,7 +258,7 @@ class Model(Section):
     def _violations_of_function(self, function: str) -> Iterator[Violation]:
         module, _, name = function.partition(":")
         if not name.isidentifier() or not all(map(str.isidentifier, module.split("."))):
-            # Of the section: without the key alone, others would be missing.
+            # A problem of the section: without this key, others would be missing.
             text = f"function {function!r} is none: write it as module:function."
             yield (), text
         for key in sorted(self.model_fields_set - BESIDE_FUNCTION):

@@ -21,7 +21,7 @@ def tempered(function: Callable, temperature: float) -> Callable:
 
 @dataclass(frozen=True)
 class _Tempered:
-    """Equal to another of the same function and temperature."""
+    """A function at a temperature; equal to another of the same two."""
 
     function: Callable
     temperature: float

@@ -16,7 +16,7 @@ from zinf.core.jaxpr.compat import Equation
 
 @dataclass(frozen=True)
 class Factor:
-    """One index of an equation.
+    """One index of an equation, as in an einsum, with its dims of the arrays.
 
     Attributes:
         operands: by the number of an operand, its dim. An operand that is missing is
@@ -332,7 +332,7 @@ TABLE: tuple[tuple[Rule | None, str, str], ...] = (
     (None, "cheap", "iota"),
     (None, "fused", "bitcast_convert_type random_unwrap random_wrap"),
 )
-# What is wrong with operands by row along dims of different factors.
+# Ends of messages: what operands by row along dims of different factors would mix.
 MIXED = {
     "dot_general": "of rows with other rows",
     "gather": "from rows by other rows",

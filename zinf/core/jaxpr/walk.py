@@ -159,7 +159,10 @@ class Follower(ABC, Generic[Fact]):
     def _of_inner(
         self, equation: Equation, inside: Inner, facts: list[Fact]
     ) -> list[Fact]:
-        """The facts of results; those of a loop hold in each iteration."""
+        """The facts of an equation's results, from the program inside it.
+
+        The facts of a loop's results hold in each iteration.
+        """
         given = [
             facts[n] if i < inside.first_row else self.row(equation, facts[n])
             for i, n in enumerate(inside.operands)

@@ -19,7 +19,7 @@ from zinf.core.text.json_text import from_json
 
 # Bytes of a lock file that are read: more than any that zinf writes.
 MOST_BYTES = 65536
-# What file systems answer that have no locks.
+# Errors of file systems without locks.
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 POLL_SECONDS = 0.2

@@ -50,7 +50,7 @@ class Advice:
         return self.error(what, code, path, f"{found}, {place}" if place else found)
 
     def failure(self, what: str, path: Any, error: OSError) -> StorageError:
-        """The same, about the file that the error names, or `path` if it names none."""
+        """A StorageError about the file that an error names, or else about `path`."""
         return self.from_os_error(what, error.filename or path, error)
 
     @contextmanager

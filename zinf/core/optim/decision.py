@@ -19,7 +19,7 @@ ADVICE = (
     "Lower the learning rate, clip gradients (gradient_clipping) if they are not, or "
     "look for invalid values in the batch."
 )
-# What is said of the state that a failed step left.
+# Ends of error messages: the state that a failed step left.
 UNTOUCHED = (
     "Nothing was updated: parameters and optimizer state are those of the step before."
 )

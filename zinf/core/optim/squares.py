@@ -29,7 +29,7 @@ def squares(x: Any) -> Squares:
     """The sums of the squares of a traced array."""
     x = x.astype(jnp.float32)
     # XLA makes `x * x * (SCALE * SCALE)` of a plain product, which is inf times zero.
-    # It does not look behind a choice.
+    # XLA does not do that through a `where`.
     scaled = jnp.where(jnp.abs(x) > LEAST, x * jnp.float32(SCALE), jnp.float32(0))
     return jnp.sum(jnp.square(x)), jnp.sum(jnp.square(scaled))
 

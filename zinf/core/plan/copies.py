@@ -275,7 +275,7 @@ class Copies:
         """Clears the cached `missing` of the jobs that read a copy made or freed."""
         missing = self._missing
         wanted_by = self._wanted_by.get(copy, ())
-        # What jobs before the present one missed is not asked again.
+        # `missing` of jobs before the present one is not read again.
         for number in wanted_by[bisect_left(wanted_by, self.now) :]:
             missing[number] = None
 

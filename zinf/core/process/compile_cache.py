@@ -37,7 +37,7 @@ JAX_MIN_SECONDS = 1.0  # jax's own default of the same
 # The folder of plans and rates within that of compiled programs; an entry has some KB.
 STARTS = "starts"
 MAX_STARTS_BYTES = 64 << 20
-# What the compilers of jax read from the environment.
+# Environment variables that jax's compilers read.
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # The folders that zinf has named to jax.
 _named: set[str] = set()

@@ -14,7 +14,7 @@ import mmap
 import platform
 from threading import Event
 
-# Of <malloc.h>.
+# Constants of <malloc.h>.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
 MANY = 65536
 # Blocks from this size are mapped one by one unless `keep_large_blocks`: kept where

@@ -146,7 +146,7 @@ TRANSFER_LINKS = {
         (hop.toward, tier, hop.offload),
     )
 }
-# Those links, as metrics and reports list them.
+# The links of transfers, in the order of metrics and reports.
 MOVING = tuple(link for hop in HOPS.values() for link in hop.links)
 
 

@@ -15,7 +15,7 @@ from zinf.core.rl.tokens import LOSS_TYPES
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, Weighted | jax.Array]
 
-# What an importance ratio is of.
+# What one importance ratio covers.
 LEVELS = (
     "token",
     "sequence",  # geometric mean over tokens: GSPO, https://arxiv.org/abs/2507.18071

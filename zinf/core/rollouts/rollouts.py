@@ -47,7 +47,7 @@ from zinf.observe import JsonLines
 Arrays = dict[str, np.ndarray]
 Score = Callable[[Arrays], np.ndarray]
 IGNORED = -100
-# Draws of completions, apart from all others of the same seed.
+# Folded into the key of draws of completions: other draws use the same seed.
 SALT = 0x524C
 logger = logging.getLogger(__name__)
 

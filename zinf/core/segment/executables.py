@@ -141,7 +141,7 @@ class BodyExecutables(BodyPasses):
 
     @cached_property
     def vjp_graph(self) -> Graph:
-        """`arguments, cotangents -> gradients, input cotangents`; not of the last."""
+        """`arguments, cotangents -> gradients, input cotangents`; not for the last."""
         outvars = zip(self.body.jaxpr.outvars, self.are_active, strict=True)
         cotangents = [in_words(v.aval) for v, active in outvars if active]
         arguments = [in_words(v.aval) for v in self.body.jaxpr.invars]

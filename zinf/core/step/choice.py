@@ -56,7 +56,7 @@ def choose(
         except CANNOT as error:
             if mode == "fused" or request.homes is not None:
                 raise
-            # That the state does not fit the device needs no words.
+            # A state that does not fit the device needs no explanation in the plan.
             if not isinstance(error, InfeasibleError):
                 refused = f"Not fused, because {_why_not(setup, error)}."
     if is_open:

@@ -134,8 +134,8 @@ class PlainTraining:
         scale = np.float32(step.loss_scale)
         seed, divisor = scale, np.float32(1)
         if step.loss_scale != 1:
-            # What overflows in 16 bits depends on the derivative of the mean loss,
-            # whose weight is known when all microbatches are.
+            # Overflows in 16 bits depend on the scale of the derivative, so the weight
+            # of the mean loss is computed first, over all microbatches.
             each = [derivative(copies, state, *given, scale)[0] for given in inputs]
             divisor = _summed(each).weight
             seed = scale / divisor

@@ -33,7 +33,7 @@ METHODS = {
     "compressed-tensors": Method(compressed_tensors.find, compressed_tensors.refusal),
     "bitsandbytes": Method(bitsandbytes.find, lambda section: None),
 }
-# Those whose tensors are known by their names, where config.json says nothing.
+# Methods that names of tensors show, where config.json says nothing.
 BY_NAME = ("fp8", "mxfp4")
 
 

@@ -68,7 +68,7 @@ def compile_fused(frame: Frame) -> FusedProgram:
                 grads[path] = as_cut(grads[path], part.device)
         judged = frame.judged(losses, sum_squares(list(grads.values())), loss_scale)
         _, factor, is_finite = judged
-        # As each update takes its gradient: multiplied by the factor.
+        # Each update multiplies its gradient by the factor, so the norm has it too.
         norms = [
             (root(sum_squares([grads[p] for p in sorted(group)]), jnp) * factor)
             for group in separated.norm_groups.paths

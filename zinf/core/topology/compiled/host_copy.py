@@ -8,7 +8,7 @@ from zinf.core.topology.compiled.hlo import Instruction, Module, parse
 from zinf.core.topology.compiled.loop import Visit, visits
 
 SLICE_STARTS = ("dynamic-slice-start", "dynamic-update-slice-start")
-# What calls a computation that is one slice; for GPUs it is a kernel of its own.
+# Opcodes that call a computation of one slice; for GPUs the slice is a kernel.
 CALLS = ("async-start", "fusion-start", "fusion")
 SLICES = ("dynamic-slice", "dynamic-update-slice", "copy")
 

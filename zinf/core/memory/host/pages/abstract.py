@@ -95,7 +95,7 @@ class CountingPages(AbstractPages):
         self._lock = Lock()  # For the counters.
 
     def _count(self, values: Sequence[Any], pageable: Sequence[int]) -> None:
-        """Adds the bytes of values, of which those numbered were not pinned."""
+        """Counts bytes of values; those with indices in `pageable` were not pinned."""
         nbytes = [value.nbytes for value in values]
         without = sum(nbytes[n] for n in pageable)
         with self._lock:

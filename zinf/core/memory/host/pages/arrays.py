@@ -150,7 +150,7 @@ class PinnedArrays(CountingPages):
         return [None if x is None else next(moved) for x in arrays]
 
     def _made(self, content: np.ndarray) -> jax.Array:
-        """A pinned array, which the CPU backend may make of the memory of `content`."""
+        """A pinned array with this content, which the CPU backend may alias."""
         array = jax.device_put(content, self._kinds[PINNED])
         return jax.block_until_ready(array)
 

@@ -44,7 +44,7 @@ from zinf.core.sharding.axes.sequence.follow import Mark, Marks, results
 OPENED = REMAT | CUSTOM | {"scan"}
 MARK_OF = {Dim.BATCH: Mark.EXAMPLES, Dim.SEQUENCE: Mark.POSITIONS}
 SCORES = (Mark.HEADS, Mark.FIRST, Mark.SECOND)
-# Of the operands and the result of an attention: (batch, tokens, heads, width).
+# Dims of the operands and the result of an attention: (batch, tokens, heads, width).
 AROUND = {Mark.EXAMPLES: 0, Mark.POSITIONS: 1}
 
 
