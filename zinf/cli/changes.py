@@ -1,4 +1,4 @@
-"""Settings that changed since a run began, and whether that was said."""
+"""Compares the settings of a run with those that it began with."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -58,7 +58,7 @@ def paced(
     extra: int = 1,
     check: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> grain.IterDataset:
-    """The batches of training, with fewer tokens in the first steps if so asked.
+    """The batches of training; first steps have fewer tokens if the config says so.
 
     Args:
         leaf, extra, check: as for `Paced`.

@@ -96,7 +96,7 @@ class TaughtIterator(AbstractForeseen):
         return {**self._like, TEACHER_LOGITS: self._logits}
 
     def coming(self, num_steps: int) -> list[Any]:
-        """Shapes and dtypes of the next batches, each of them once, as they come."""
+        """Shapes and dtypes of the next batches, each once, in order of first use."""
         end = self._step + num_steps
         until = self._taught.until_step
         until = end if until is None else min(until, end)

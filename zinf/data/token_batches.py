@@ -321,7 +321,7 @@ class TokenBatchesIterator(AbstractForeseen):
         return self._shapes(buckets.index(most))
 
     def coming(self, num_steps: int) -> list[Any]:
-        """Shapes and dtypes of the next batches, each of them once, as they come."""
+        """Shapes and dtypes of the next batches, each once, in order of first use."""
         found: dict[int, None] = {}
         for number in range(self._next, self._next + num_steps):
             found[self._data.order.bucket(number)] = None

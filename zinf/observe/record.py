@@ -47,23 +47,26 @@ class Held(BaseModel):
 
 
 class RunRecord(BaseModel):
-    """Attributes:
-    title: the config file and the size of the model, in one line.
-    begun: when the run began, in ISO 8601 with the zone; None for a plan.
-    after_step: the step after which the run was resumed; 0 for a new run.
-    num_tokens, num_steps: tokens per step, and steps in total.
-    config: every key of the config, including those with their defaults.
-    given: dotted keys that the file or the command line sets.
-    notices: what a user should know of the config; one sentence each.
-    resolved: the values that automatic settings received, by name.
-    held: planned bytes by tier.
-    predicted_seconds: predicted time of a step.
-    has_measured_rates: the run measured its rates, or the config names a file of them.
-    decides: what the numbers of the run depend on, by dotted key, for a resumed run to
-        compare; None in records of plans and of older versions.
-    changes: settings that a resumed run changed, each {"after_step", "changed"} with
-        the old and the new value of each key.
-    metrics, trace: absolute paths of the metrics file and the trace file.
+    """The content of `run.json`: what was run or planned, and by which versions.
+
+    Attributes:
+        title: the config file and the size of the model, in one line.
+        begun: when the run began, in ISO 8601 with the zone; None for a plan.
+        after_step: the step after which the run was resumed; 0 for a new run.
+        num_tokens, num_steps: tokens per step, and steps in total.
+        config: every key of the config, including those with their defaults.
+        given: dotted keys that the file or the command line sets.
+        notices: what a user should know of the config; one sentence each.
+        resolved: the values that automatic settings received, by name.
+        held: planned bytes by tier.
+        predicted_seconds: predicted time of a step.
+        has_measured_rates: the run measured its rates, or the config names a file of
+            rates.
+        decides: what the numbers of the run depend on, by dotted key, for a resumed run
+            to compare; None in records of plans and of older versions.
+        changes: settings that a resumed run changed, each {"after_step", "changed"}
+            with the old and the new value of each key.
+        metrics, trace: absolute paths of the metrics file and the trace file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -10,12 +10,14 @@ from zinf.observe.writer import Metrics
 
 @dataclass(frozen=True)
 class Totals:
-    """Attributes:
-    first_loss, last_loss: losses of the first and the last step of this run.
-    evaluation_loss: loss of the last evaluation; None if there was none.
-    counted: what `tokens` are, "tokens" or "samples".
-    peak_bytes: largest number of bytes that any step held, per tier.
-    moved_bytes: sum of the bytes that were moved, per link.
+    """Sums and maxima of the metrics of a run's steps.
+
+    Attributes:
+        first_loss, last_loss: losses of the first and the last step of this run.
+        evaluation_loss: loss of the last evaluation; None if there was none.
+        counted: what `tokens` are, "tokens" or "samples".
+        peak_bytes: largest number of bytes that any step held, per tier.
+        moved_bytes: sum of the bytes that were moved, per link.
     """
 
     num_steps: int

@@ -87,7 +87,7 @@ class RayGroup(AbstractGroup):
         self._outbox.put(line)
 
     def flush(self) -> None:
-        """Wait until the board has all that was said."""
+        """Wait until the board has received all messages."""
         self._outbox.join()
 
     def has_passed(self, name: str) -> bool:

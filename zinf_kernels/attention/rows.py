@@ -50,7 +50,7 @@ class Fused:
     capability: tuple[int, int] = (0, 0)
 
     def obstacle(self, device: Device, spec: Spec, operands: Operands) -> str | None:
-        """Why it cannot compute this on a device; None: nothing is known against it."""
+        """Why the kernel cannot compute this on a device; None: no reason is known."""
         if device.platform != self.platform:
             return f"it is for {self.platform.upper()}s and this is {named(device)}."
         if device.capability is not None and device.capability < self.capability:

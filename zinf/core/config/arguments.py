@@ -66,10 +66,12 @@ SCHEDULED = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Attributes:
-    raw: the keys and values, with "auto" replaced for every key in the table.
-    given: the keys whose value came from an argument or from another key.
-    open: the keys that have neither a value nor a default.
+    """The keys and values of a config after its "auto" were filled in.
+
+    Attributes:
+        raw: the keys and values, with "auto" replaced for every key in the table.
+        given: the keys whose value came from an argument or from another key.
+        open: the keys that have neither a value nor a default.
     """
 
     raw: dict[str, Any]

@@ -15,11 +15,14 @@ from zinf.core.config.section import Section
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Attributes:
-    num_replicas: groups of devices that each hold all state.
-    num_shards: devices of a group, over those of the next; None: all devices.
-    group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
-    inner: by axis, the devices of a group along it; axes of one device are left out.
+    """How the devices that a config asks for are grouped.
+
+    Attributes:
+        num_replicas: groups of devices that each hold all state.
+        num_shards: devices of a group, over those of the next; None: all devices.
+        group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
+        inner: by axis, the devices of a group along the axis; axes of one device are
+            left out.
     """
 
     num_replicas: int = 1

@@ -15,10 +15,12 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Checked(Generic[S]):
-    """Attributes:
-    config: None if there are problems.
-    problems: everything that is wrong.
-    left_out: unsupported keys that were left out instead of refused.
+    """The result of validating the keys and values of a section.
+
+    Attributes:
+        config: None if there are problems.
+        problems: everything that is wrong.
+        left_out: unsupported keys that were left out instead of refused.
     """
 
     config: S | None

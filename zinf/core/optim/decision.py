@@ -31,15 +31,18 @@ MIXED = (
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Attributes:
-    loss: the mean loss of the step, not scaled.
-    grad_norm: of the whole gradient, not scaled and before clipping; None when the
-        updates did not wait for it.
-    factor: what each gradient is multiplied by: clip coefficient over loss scale.
-    skips: this step updates nothing: a scaled gradient overflowed, it is refused, or
-        its loss or a gradient is not finite and such steps may be skipped.
-    refusal: why, if the loss or a gradient is not finite and such steps may not be
-        skipped.
+    """What a step decides before its updates run.
+
+    Attributes:
+        loss: the mean loss of the step, not scaled.
+        grad_norm: of the whole gradient, not scaled and before clipping; None when the
+            updates did not wait for it.
+        factor: what each gradient is multiplied by: clip coefficient over loss scale.
+        skips: this step updates nothing: a scaled gradient overflowed, the step is
+            refused, or its loss or a gradient is not finite and such steps may be
+            skipped.
+        refusal: why, if the loss or a gradient is not finite and such steps may not be
+            skipped.
     """
 
     loss: float

@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it is one executable that moves host arrays by itself."""
+        """Whether the step is one executable that moves host arrays by itself."""
         return isinstance(self.instructions[0].operation, OffloadedStep)
 
     @property

@@ -28,9 +28,9 @@ def for_evaluation(loss_fn: Callable, eval_loss_fn: Callable | None) -> Callable
 
 
 def takes_train(function: Callable) -> bool:
-    """Whether a loss can be told by `train=` if it is being trained.
+    """Whether a loss has a parameter `train`, to set in training and evaluation.
 
-    One that its user has told already, by `functools.partial`, is left as it is.
+    If the user has set it already, by `functools.partial`, it counts as absent.
     """
     if isinstance(function, partial) and TRAIN in function.keywords:
         return False

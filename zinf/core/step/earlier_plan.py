@@ -225,7 +225,7 @@ def _built(written: Any, step: Step) -> Arrangement | None:
 def _keeping(
     catalog: Catalog, step: Step, kept: Mapping[str, Any] | None
 ) -> Iterator[Catalog]:
-    """The catalog as it is, then with each choice of residuals of at most that size."""
+    """The catalog, then with each choice of residuals of at most `most_bytes`."""
     yield catalog
     if kept is not None:
         for keeping_in in step.choices.keepings:

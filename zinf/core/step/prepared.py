@@ -80,7 +80,7 @@ class AbstractPrepared(ABC):
         return None
 
     def retimed(self, setup: Setup, measure: Measure, batch: Any) -> Self:
-        """The step as it is fastest by measured rates, with the same arrays at rest.
+        """The fastest form of the step by measured rates; arrays at rest stay.
 
         Args:
             batch: shapes and dtypes of one microbatch.

@@ -75,11 +75,12 @@ def _in_blocks(files: AbstractTensors, name: str, state: str) -> "Blocks":
 
 @dataclass(frozen=True)
 class Blocks(Packed):
-    """
+    """A weight in 4-bit codes, with an absmax for each block of numbers.
+
     Attributes:
         size: numbers that share an absmax.
-        nested: absmax that share a scale, if they are in 8 bits; else 0.
-        offset: what is added to such absmax.
+        nested: absmax that share a scale, if absmax are in 8 bits; else 0.
+        offset: a number that is added to absmax in 8 bits.
     """
 
     size: int

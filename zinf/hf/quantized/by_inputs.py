@@ -23,9 +23,10 @@ SLAB = 512
 
 @dataclass(frozen=True)
 class ByInputs(Packed):
-    """
+    """A weight in codes whose files have inputs before outputs.
+
     Attributes:
-        bits: of a code.
+        bits: the width of a code.
         group: inputs that share a scale.
     """
 

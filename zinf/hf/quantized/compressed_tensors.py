@@ -98,9 +98,10 @@ def _rows(
 
 @dataclass(frozen=True)
 class Rows(Packed):
-    """
+    """A weight in codes, with scales by row, by group of inputs, or one for all.
+
     Attributes:
-        bits: of a packed code; 0: codes are plain numbers.
+        bits: the width of a packed code; 0: codes are plain numbers.
     """
 
     bits: int

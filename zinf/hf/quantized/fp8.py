@@ -58,9 +58,10 @@ def _check_scales(files: AbstractTensors, name: str, step: tuple[int, ...]) -> N
 
 @dataclass(frozen=True)
 class BlockScaled(Packed):
-    """
+    """A float8 weight with a scale for each block of it.
+
     Attributes:
-        size: rows and columns that share a scale; None: all of a weight.
+        size: rows and columns that share a scale; None: the whole weight has one.
     """
 
     size: tuple[int, int] | None

@@ -51,9 +51,10 @@ def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Gptq"
 
 @dataclass(frozen=True)
 class Gptq(ByInputs):
-    """
+    """A weight of GPTQ's programs.
+
     Attributes:
-        more: what is added to the stored code of 0.
+        more: a number that is added to the stored code of 0.
     """
 
     more: int

@@ -282,7 +282,7 @@ def _pointer(capsule: Any, name: bytes) -> int:
 
 
 def refusal(nbytes: int, error: CudaError) -> str:
-    """What a person is told when CUDA refuses to pin memory."""
+    """The message to the user when CUDA refuses to pin memory."""
     return (
         f"{ASKED} asked CUDA to pin {nbytes:,} bytes of host memory, and "
         f"{error.found}. This process may lock {_lockable()} (ulimit -l). Raise that, "
