@@ -81,7 +81,7 @@ def hopper_obstacle(device: Device) -> str | None:
 
 
 def device_of(device: Any) -> Device:
-    """What kernels need to know of a `jax.Device`."""
+    """The description of a `jax.Device` for the choice of kernels."""
     if device.platform != "gpu":
         return Device(device.platform, device.device_kind, 1)
     major, minor = map(int, device.compute_capability.split("."))

@@ -70,7 +70,7 @@ class PeftTensor:
 
 
 def peft_tensors(adapted: Adapted, naming: Naming) -> dict[str, PeftTensor]:
-    """What each tensor of a file is, by name."""
+    """For each tensor of a PEFT file, by name, the array of the run that it holds."""
     modules = [module_of(path) for path in adapted.targets]
     found = {}
     for path, target in adapted.targets.items():

@@ -17,7 +17,10 @@ from zinf.core.program import ArrayId
 
 
 class AbstractFiles(ABC):
-    """What `Saved` reads of a checkpoint. The first read starts threads."""
+    """The files of a checkpoint as `Saved` reads them.
+
+    The first read starts threads.
+    """
 
     @abstractmethod
     def manifest(self) -> Manifest:

@@ -37,7 +37,7 @@ def mark(folder: Path) -> None:
 
 
 def marker_of(folder: Path) -> dict[str, Any] | None:
-    """What the marker of a folder says; None without a marker by zinf."""
+    """The content of a folder's marker; None if it has no marker by zinf."""
     path = folder / MARKER
     if path.is_symlink() or not path.is_file():
         return None

@@ -214,7 +214,7 @@ def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
 
 
 def _pace(config: Config, machine: Topology | None, placed: Plan) -> Pace:
-    """What the predicted times go by.
+    """The rates, or the timing here, that predicted times come from.
 
     Args:
         placed: the plan that says where weights rest; its rates were measured, if the

@@ -214,7 +214,7 @@ class Resumed:
 
     @contextmanager
     def appending(self) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
-        """What writes the next answers; they are on the drive when it returns."""
+        """A function that writes the next answers; they are on the drive on return."""
         number = self.done
         with naming(self.output), self.output.open("ab") as stream:
             record_settings(self.output, self.settings, self.changed, self.done)

@@ -116,7 +116,7 @@ def on_machine(
 
 
 def rates_note(config: Config, topology: str | None) -> str:
-    """Whose rates the predicted times go by."""
+    """A sentence on the rates that the predicted times come from."""
     if topology is not None:
         return (
             f"Times go by half of the peak rates of {topology}; nothing was measured."
@@ -142,7 +142,7 @@ def _print_compiled(
 
 
 def _wear(plan: Plan) -> str:
-    """What a plan writes to the drives in a day, in a sentence."""
+    """A sentence on the bytes that a plan writes to the drives in a day."""
     written = sum(
         instruction.nbytes
         for instruction in plan.instructions

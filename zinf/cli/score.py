@@ -115,7 +115,7 @@ def _read(reader: "hf.AbstractReader", data: Path) -> tuple[list[Any], list[Any]
 def _settings(
     reader: "hf.AbstractReader", config: Config, how: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the answers depend on, beside the lines."""
+    """The settings that the answers depend on, beside the lines."""
     return {
         "model.weights": reader.prefill.model.digest,
         "max_length": reader.limit.max_length,

@@ -118,7 +118,7 @@ def _bucket_lengths(lengths: np.ndarray, max_buckets: int) -> list[int]:
 
 
 def rate_scale(num_rows: int, base: int, method: Scaling) -> float:
-    """What the learning rate of a step is multiplied by.
+    """The factor of a step's learning rate, by its number of rows.
 
     Args:
         num_rows: rows of the step's batch.

@@ -29,7 +29,7 @@ class _Context:
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *_: torch.Tensor) -> None:
-        """What torch does not differentiate has no part in the backward pass."""
+        """Does nothing: such outputs have no part in the backward pass anyway."""
 
 
 @contextmanager

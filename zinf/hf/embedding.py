@@ -173,7 +173,7 @@ class Embedder(AbstractReader):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What vectors depend on, beside the model and the texts."""
+        """The settings that vectors depend on, beside the model and the texts."""
         names = ("pooling", "normalizes", "strips", "lowers", "keeps_prompt")
         own = {name: getattr(self.recipe, name) for name in names}
         layers = [xxh3_128(x.weight.tobytes()).hexdigest() for x in self.recipe.layers]

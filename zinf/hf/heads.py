@@ -270,7 +270,7 @@ class HeadModel(Model):
         raise NotImplementedError(_not_causal(self, "several samples in a row"))
 
     def _shifted(self, labels: jax.Array) -> jax.Array:
-        """What a decoder reads to predict the labels: those before, and a first token.
+        """A decoder's input to predict labels: the labels before, and a first token.
 
         As `shift_tokens_right` of `transformers`.
         """

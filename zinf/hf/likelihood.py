@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Score:
-    """What a model thinks of the scored tokens of a request.
+    """The log-likelihood of the scored tokens of a request.
 
     Attributes:
         log_likelihood: the sum of their log-probabilities, in nats.

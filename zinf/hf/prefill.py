@@ -30,7 +30,7 @@ WORTHWHILE = 1.1
 
 @dataclass(frozen=True)
 class Row:
-    """What a function gets of one text.
+    """The input of a function for one text: tokens, and other arrays.
 
     Attributes:
         tokens: whole numbers, one a token, by name; all are as long.
@@ -116,7 +116,7 @@ class Prefill:
         return self._engine
 
     def run(self, rows: Sequence[Row]) -> list[Any]:
-        """What the function computes of each row, in the order of the rows."""
+        """The function's outputs for each row, in the order of the rows."""
         groups: dict[tuple, list[int]] = defaultdict(list)
         for number, row in enumerate(rows):
             shapes = sorted((name, x.shape) for name, x in row.more.items())

@@ -94,7 +94,7 @@ class Tokenizing:
 
     @property
     def settings(self) -> list[Any]:
-        """What the tokens depend on, beside the line and the tokenizer."""
+        """The settings that tokens depend on, beside the line and the tokenizer."""
         others = ("tokenizer", "begun_inside")
         found = {n: x for n, x in vars(self).items() if n not in others}
         return [type(self).__name__, LABELLED, *found.items()]

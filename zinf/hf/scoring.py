@@ -129,7 +129,7 @@ def open_scorer(
 
 @dataclass(frozen=True)
 class Asked:
-    """What is scored of a line: one request, or one for each choice.
+    """The requests of a line: one, or one for each choice.
 
     Attributes:
         requests: none if the line is dropped.
@@ -357,7 +357,7 @@ def row_of(
     how: Tokenizing,
     where: str,
 ) -> Row | None:
-    """What a tokenizer made of a text as a row; None if the text is dropped.
+    """The row of a text, from its tokenizer's output; None if the text is dropped.
 
     Args:
         cut: the same, at most as long as the limit.

@@ -86,7 +86,7 @@ class Recipe:
 
 
 def read_recipe(path_or_id: str | Path, pooling: Pooling | None = None) -> Recipe:
-    """What the folder of a model says of vectors.
+    """The recipe of vectors that the folder of a model describes.
 
     A folder without modules.json is that of a model alone: vectors are means, of length
     1.

@@ -436,7 +436,7 @@ class Task:
     def measures(
         self, engine: Any, batches: Iterable[Any] | None
     ) -> tuple[Measure, ...]:
-        """What evaluations measure beside the loss, if the objective measures more.
+        """Measures of an evaluation beside the loss, if the objective has any.
 
         Each adds to the metrics of a step. It has a pass of its own, with the weights
         as trained.

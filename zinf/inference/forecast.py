@@ -25,7 +25,7 @@ WORTHWHILE = 1.1
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a batch of sequences is predicted to cost.
+    """The predicted cost of generation for one batch of sequences.
 
     Attributes:
         batch_size: sequences that are completed together.
@@ -130,7 +130,9 @@ def forecasts(
     max_new_tokens: int,
     pace: Pace | None = None,
 ) -> Iterator[Forecast | Unfit]:
-    """What each batch size costs, in turn. Sequences have prompts of equal lengths.
+    """The predicted cost of each batch size, in turn.
+
+    Sequences have prompts of equal lengths.
 
     Args:
         batch_sizes: none: 1, then 8 doubled until tokens/s rise by less than a tenth,

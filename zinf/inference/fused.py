@@ -87,8 +87,8 @@ class FusedPrograms:
 def block_rows(shape: Shape) -> int:
     """Number of prompts that one prefill reads.
 
-    It depends on the length of the prompts alone, so the number of prompts changes no
-    token.
+    It depends on the rows and the prompt length of the shape, not on the number of
+    prompts, so that number changes no token.
     """
     return max(1, min(shape.rows, BLOCK_TOKENS // shape.prompt))
 

@@ -1,4 +1,4 @@
-"""What a model thought of the tokens that were drawn: log-probabilities and entropy.
+"""Scores of the tokens that were drawn: log-probabilities and entropies.
 
 All are of the logits divided by the temperature, before a repetition penalty and before
 tokens are left out: what `engine.log_probabilities(batch, temperature=...)` gives for

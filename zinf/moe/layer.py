@@ -60,7 +60,7 @@ def weighed(
 
 
 class RouterBias(nnx.Variable):
-    """What a router adds to the scores of experts when it chooses; not trained."""
+    """Biases that a router adds to scores of experts when it chooses; not trained."""
 
 
 def check_bias(router: Router) -> None:

@@ -68,5 +68,5 @@ class Totals:
 
 
 def counted(metrics: Metrics) -> str:
-    """What a step's `tokens_per_second` counts."""
+    """The unit that a step's `tokens_per_second` counts: tokens or samples."""
     return "samples" if "samples_per_second" in metrics else "tokens"

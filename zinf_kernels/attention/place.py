@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 @dataclass(frozen=True)
 class Place:
-    """What an attention runs on.
+    """The platform and the devices that an attention runs on.
 
     Attributes:
         platform: of its devices, such as "cpu".

@@ -33,7 +33,7 @@ _place = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class Fused:
-    """What a fused kernel takes.
+    """The attentions that a fused kernel can compute.
 
     Attributes:
         features: what it computes besides plain and causal attention.
@@ -149,7 +149,7 @@ def choosing(
 
 
 def place_for(q: jax.Array) -> Place:
-    """What an attention of these queries runs on."""
+    """The place that an attention of these queries runs on."""
     place: Place | None = _place.value
     return Place(device_for(q).platform) if place is None else place
 

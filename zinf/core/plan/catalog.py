@@ -91,7 +91,7 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What a segment saves for its backward pass.
+    """The residuals that a segment may save for its backward pass, and their cost.
 
     Attributes:
         residuals: the saved arrays.
@@ -144,7 +144,7 @@ class Catalog:
     norm_classes: Mapping[str, int] = field(default_factory=dict)
 
     def exchange_of(self, k: int) -> tuple[Exchange, Exchange]:
-        """What the forward and backward pass of segment `k` send between devices."""
+        """Bytes that the passes of segment `k` send between devices: its exchange."""
         return self.exchange[k] if self.exchange else (NO_EXCHANGE, NO_EXCHANGE)
 
     def kept_segments(self, num_kept: int) -> frozenset[int]:

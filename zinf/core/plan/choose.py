@@ -280,7 +280,7 @@ class Search:
         return flops / arranged.catalog.rates.flops_per_second
 
     def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
-        """Add the missing bytes to `reserve`; False if no bytes are left to reserve."""
+        """Add at least the missing bytes to `reserve`; False if all is reserved."""
         capacity = self.capacity_bytes
         if all(reserve[t] >= capacity[t] for t in error.shortages):
             return False

@@ -184,7 +184,7 @@ class WrongResult(ValueError):
 
 
 def _outputs(tree: Any, name: str) -> Any:
-    """What a function returns, as arrays; random keys as their words."""
+    """The outputs of a function as arrays; random keys as their words."""
     leaves = named_leaves(tree)
     if not leaves:
         raise WrongResult(

@@ -20,7 +20,7 @@ class Tier(StrEnum):
 
     @property
     def row(self) -> "TierRow":
-        """What the table knows of this tier."""
+        """The row of this tier in the table of tiers."""
         return TIERS[self]
 
     @property

@@ -52,7 +52,7 @@ class Samples:
         return Samples(*own, columns)
 
     def arguments(self, function: Function) -> dict[str, Any]:
-        """What a function is called with: all columns, or those that it names."""
+        """The arguments of a reward function: all columns, or those that it names."""
         own = self.prompts, self.completions, self.completion_ids
         lists = {**self.columns, **dict(zip(OWN, own, strict=True))}
         given = {name: list(x) for name, x in lists.items()}
@@ -69,7 +69,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """What reward functions say of N completions.
+    """The rewards of N completions by all reward functions.
 
     Attributes:
         values: float64 (N,) of each function by its name; NaN where it has no opinion.
@@ -269,7 +269,7 @@ class Call:
             self._is_over.set()
 
     def result(self, seconds: float | None = None) -> Any:
-        """What the function returned or raised.
+        """The function's result; its error is raised.
 
         Raises:
             TimeoutError: it is not over yet.

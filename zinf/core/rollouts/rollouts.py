@@ -521,7 +521,7 @@ def _factors(
     entropies: np.ndarray,
     mask: np.ndarray,
 ) -> np.ndarray:
-    """What the policy's term of each token is multiplied by, (N, tokens - 1)."""
+    """Factors of the policy's term of each token, (N, tokens - 1)."""
     found = np.ones(mask.shape)
     if settings.importance_sampling_correction:
         found = importance_correction(

@@ -193,7 +193,7 @@ class BodyExecutables(BodyPasses):
     # Equal segments share these: asking XLA takes milliseconds each time.
     @cached_property
     def workspace(self) -> Workspace:
-        """What XLA says of the forward and the backward pass; compiles them."""
+        """Bytes that the forward and backward pass take, by XLA; compiles them."""
         forward = 0 if self.is_last else self.forward_bytes
         has_backward = self.is_last or self.spec.has_backward
         backward = temporary_bytes(self.backward) if has_backward else 0

@@ -86,6 +86,6 @@ class HalvedExecutables:
 
     @cached_property
     def workspace(self) -> Workspace:
-        """What XLA says of both passes; compiles them."""
+        """Bytes that both passes take, by XLA; compiles them."""
         passes = self.forward, self.backward
         return Workspace(*map(temporary_bytes, passes))

@@ -28,7 +28,7 @@ Joint = Mapping[Group, JointUpdate]
 
 
 def grouped(arranged: Arrangement, updates: Updates) -> tuple[Arrangement, Joint]:
-    """The arrangement whose updates say which of them run together, and what runs them.
+    """The arrangement with updates grouped to run together, and their executables.
 
     Updates run together if they are element-wise, all their arrays rest on the devices,
     not as rows of larger arrays, and their workspace together is at most that of the
@@ -48,7 +48,7 @@ def grouped(arranged: Arrangement, updates: Updates) -> tuple[Arrangement, Joint
 def jointly_and_singly(
     operation: Update, units: Sequence[UpdateUnit], joint: Joint
 ) -> tuple[list[JointUpdate], list[ArrayUpdate]]:
-    """The updates of an operation: those of its groups, and those that run alone."""
+    """The grouped updates of an operation, and the updates that run alone."""
     together = [joint[group] for group in operation.groups]
     done = {update for each in together for update in each.arrays}
     return together, [u for u in units[operation.unit].arrays if u not in done]
@@ -76,7 +76,7 @@ def _joint(
 def _may_be_joint(
     updates: Updates, update: ArrayUpdate, homes: Mapping[ArrayId, Tier]
 ) -> bool:
-    """Whether an update gives the same bits jointly, and its arrays rest on devices."""
+    """Whether an update has the same bits in a group, and its arrays are on devices."""
     return (
         updates.steps[Tier.DEVICE][update].is_elementwise
         and all(homes.get(array) == Tier.DEVICE for array in update.results)

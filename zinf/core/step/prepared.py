@@ -38,7 +38,7 @@ class AbstractPrepared(ABC):
     def runner(
         self, setup: Setup, stores: Stores, spec: Any, before_step: Callable[[], None]
     ) -> AbstractRunner:
-        """What runs the step on batches of one shape.
+        """A runner of the step for batches of one shape.
 
         Args:
             spec: shapes and dtypes of one microbatch.

@@ -84,7 +84,7 @@ class StepRequest:
     weight: StepWeight | None
 
     def frame(self, setup: "Setup") -> Frame:
-        """What a step of one executable computes."""
+        """The frame of a step of one executable: all that it computes."""
         return Frame(
             setup.problem,
             setup.separated,

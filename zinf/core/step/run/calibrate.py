@@ -79,7 +79,7 @@ MAX_ERROR, JUDGED_STEPS = 0.25, 3
 
 @dataclass(frozen=True)
 class _Known:
-    """Rates that were measured, where they are remembered, and when they were made."""
+    """Measured rates, the file that remembers them, and when they were measured."""
 
     rates: Rates
     file: Path | None

@@ -88,7 +88,7 @@ def computes_in_host_memory(devices: Sequence[jax.Device]) -> bool:
 
 
 def measure(devices: Sequence[jax.Device]) -> Measured:
-    """What each kind of memory attains on the first device."""
+    """Transfer rates of each kind of memory on the first device, or why it has none."""
     found: Measured = {}
     for name, kind in KINDS.items():
         try:
