@@ -19,6 +19,7 @@ from zinf.cli.inference import (
     embed,
     evaluate,
     generate,
+    quantize,
     score,
 )
 from zinf.cli.options import FINETUNE, GRPO, with_options
@@ -50,6 +51,7 @@ app.command()(generate)
 app.command()(evaluate)
 app.command()(score)
 app.command()(embed)
+app.command()(quantize)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 Overrides = Annotated[

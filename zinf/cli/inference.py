@@ -1,4 +1,4 @@
-"""Declares `zinf generate`, `zinf evaluate`, `zinf score` and `zinf embed`."""
+"""Declares `zinf generate`, `evaluate`, `score`, `embed` and `quantize`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -407,6 +407,76 @@ def embed(
             max_length=max_length,
             too_long=too_long,
             allow_changed=allow_changed or (),
+        )
+
+
+def quantize(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with config.json, safetensors and tokenizer, or a name on "
+            "the Hugging Face hub."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the model; it appears only when it is complete."),
+    ],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Texts whose inputs gptq sees: JSON lines, a JSON array or parquet, "
+            "with lines as zinf finetune takes; repeatable."
+        ),
+    ] = None,
+    bits: Annotated[
+        int, typer.Option(metavar="4|8", help="Of each number of a linear layer.")
+    ] = 4,
+    method: Annotated[
+        Literal["gptq", "rtn"],
+        typer.Option(
+            help="gptq changes the outputs of a layer least for the texts of --data; "
+            "rtn rounds each number to the nearest and needs none."
+        ),
+    ] = "gptq",
+    group_size: Annotated[
+        int,
+        typer.Option(min=1, help="Inputs of a layer that share a scale."),
+    ] = 128,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Most rows of --data that are seen.")
+    ] = 128,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a row, which texts fill one after the other. If absent, "
+            "2048, or what the model was made for.",
+        ),
+    ] = None,
+    nvme: Nvme = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Write a model with linear layers in 4 or 8 bits (compressed-tensors).
+
+    zinf and transformers read the folder. Embeddings, output heads, routers and stacked
+    experts stay as they are.
+    """
+    from zinf.cli.generate import budgets
+    from zinf.cli.quantize import write_quantized
+
+    with clean_errors(traceback):
+        write_quantized(
+            model,
+            data or (),
+            output,
+            budgets(overrides or (), nvme, None),
+            bits=bits,
+            method=method,
+            group_size=group_size,
+            samples=samples,
+            sequence_length=sequence_length,
         )
 
 

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from zinf.hf.model import load as load
     from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.objectives.dpo import Preference as Preference
+    from zinf.hf.quantize import calibration_rows as calibration_rows
+    from zinf.hf.quantize import check_quantizing as check_quantizing
+    from zinf.hf.quantize import quantize as quantize
     from zinf.hf.reader import AbstractReader as AbstractReader
     from zinf.hf.records import records as records
     from zinf.hf.samples import Tokenizing as Tokenizing

@@ -148,7 +148,7 @@ def open_model(
     check_class(model)
     model.read_buffers()
     run = running(model, config, rows=rows, length=length)
-    engine = _engine(
+    engine = engine_of(
         run.model,
         run.adapted,
         optax.identity(),
@@ -292,7 +292,7 @@ def initialize(
     if config.adapter is not None:
         adapted = adapted_model(model, config.adapter, loss=loss, batch=batch, rng=rng)
         config = adapted.config(config)
-    return _engine(
+    return engine_of(
         model,
         adapted,
         tx,
@@ -306,7 +306,7 @@ def initialize(
     )
 
 
-def _engine(
+def engine_of(
     model: Model,
     adapted: Adapted | None,
     tx: optax.GradientTransformation,

@@ -5,10 +5,12 @@ several tensors as it was read is taken apart again, in parts of bounded size.
 """
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -100,7 +102,7 @@ def write_model(
     kept = dtype or model.dtype
 
     def beside(folder: Path) -> None:
-        _save_small_files(model, folder, kept)
+        save_small_files(model, folder, kept)
 
     export_safetensors(
         ExportedWeights(tensors, model),
@@ -177,12 +179,24 @@ def _save_tokenizer(model: Model, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _save_small_files(model: Model, folder: Path, dtype: str) -> None:
-    """Write config.json, and copy what lies beside the weights as it is."""
+def save_small_files(
+    model: Model,
+    folder: Path,
+    dtype: str,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config.json, and copy what lies beside the weights as it is.
+
+    Args:
+        dtype: of the weights.
+        quantization: how they are quantized, for config.json.
+    """
     module = model.module
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
     config.architectures = [type(module).__name__]
+    if quantization is not None:
+        config.quantization_config = dict(quantization)
     config.save_pretrained(folder)
     # config.json does not say all of how the model generates and its tokenizer works.
     copied = {
@@ -239,6 +253,15 @@ class ExportedWeights(AbstractTensors):
         if any(c.converter is not None for c in found):
             # A conversion holds what it reads, and what two operations make of that.
             self.copies = 3
+
+    def plain_names(self) -> dict[str, str]:
+        """The name in files of each parameter that is written as it is."""
+        conversions = {name: x.conversion for name, x in self._made_by.items()}
+        return {
+            self._only_source(conversion): name
+            for name, conversion in conversions.items()
+            if conversion.converter is None
+        }
 
     def block(self, name: str) -> tuple[int, ...]:
         conversion = self._made_by[name].conversion

@@ -11,23 +11,26 @@ A scale is of a group of inputs, of an output, or of all of a weight. With
 input.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.sharding import Box
 from zinf.hf.quantized.packed import (
     WORD,
     Packed,
     float32,
+    packed_words,
     read_floats,
     read_whole,
     rows_of_part,
     unpacked,
 )
+from zinf.hf.quantized.rounding import Rounded
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 BITS = (2, 4, 8)
@@ -43,6 +46,45 @@ def refusal(section: Mapping[str, Any]) -> str | None:
     if others:
         return f"format {', '.join(others)}, and {', '.join(FORMATS)} are read"
     return None
+
+
+def section_of(bits: int, group: int, left_out: Sequence[str]) -> dict[str, Any]:
+    """`quantization_config` of linear layers in `pack-quantized`, with a scale a group.
+
+    Args:
+        left_out: names of linear layers that stay as they are.
+    """
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    groups = {"targets": ["Linear"], "weights": weights}
+    groups |= {"input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORMATS[0],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": groups},
+        "ignore": list(left_out),
+    }
+
+
+def parts_of(rounded: Rounded, bits: int, dtype: str) -> dict[str, np.ndarray]:
+    """What a file has of a rounded weight, by the ends of the names.
+
+    Args:
+        dtype: of the scales, which lose nothing in it.
+    """
+    codes = (rounded.codes.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
+    return {
+        PACKED: packed_words(codes, bits),
+        SCALE: rounded.scales.astype(numpy_dtype(dtype)),
+        SHAPE: np.array(rounded.codes.shape, np.int64),
+    }
 
 
 def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Rows"]:

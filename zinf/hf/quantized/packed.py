@@ -109,6 +109,16 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     return codes.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
 
+def packed_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """`unpacked` undone: uint8 [rows, n] becomes int32 [rows, ceil(n * bits / 32)]."""
+    count = WORD // bits
+    padded = np.pad(codes, ((0, 0), (0, -codes.shape[1] % count)))
+    words = np.zeros((len(codes), padded.shape[1] // count), np.uint32)
+    for place in range(count):
+        words |= padded[:, place::count].astype(np.uint32) << np.uint32(place * bits)
+    return words.view(np.int32)
+
+
 def check_shape(
     files: AbstractTensors, name: str, wanted: tuple[int, ...], *, of: str
 ) -> None:

@@ -1,0 +1,329 @@
+"""`zinf quantize`: weights rounded by the inputs that they see, as files have them."""
+
+import json
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.command import run
+from tests.unit.hf.models import (
+    SMALL,
+    VOCAB,
+    llama,
+    make,
+    mixtral,
+    model_folder,
+    off,
+    on_tier,
+    refusals,
+    save,
+    torch_logits,
+    write,
+)
+
+import jax  # isort: skip
+import torch  # isort: skip
+from safetensors.torch import load_file  # isort: skip
+
+from zinf import hf  # isort: skip
+from zinf.hf.export import ExportedWeights  # isort: skip
+from zinf.hf.quantize import calibration_rows, choose, sums_over_inputs  # isort: skip
+from zinf.hf.quantized.packed import packed_words, unpacked  # isort: skip
+from zinf.hf.quantized.rounding import Grid, gptq, nearest  # isort: skip
+
+GROUP, ROWS, LENGTH = 16, 6, 16
+LAYERS = [
+    f"model.layers.{layer}.{name}.weight"
+    for layer in range(SMALL["num_hidden_layers"])
+    for name in (
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+        *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+    )
+]
+
+
+def plain_gptq(weight, gram, bits, group):
+    """The paper's method in float64, an input at a time, with the inverse itself."""
+    weight, gram = weight.astype(np.float64), gram.astype(np.float64)
+    dead = np.diag(gram) == 0
+    gram[dead, dead], weight[:, dead] = np.diag(gram).mean(), 0
+    gram += 0.01 * np.diag(gram)[~dead].sum() / len(gram) * np.eye(len(gram))
+    inverse = np.linalg.inv(gram)
+    codes, scales = np.zeros(weight.shape, np.int8), []
+    for i in range(len(gram)):
+        if i % group == 0:
+            largest = np.abs(weight[:, i : i + group]).max(1)
+            scales.append(largest / (2 ** (bits - 1) - 0.5))
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+        codes[:, i] = np.clip(np.rint(weight[:, i] / scales[-1]), low, high)
+        error = (weight[:, i] - codes[:, i] * scales[-1]) / inverse[i, i]
+        weight -= np.outer(error, inverse[i]) * (np.arange(len(gram)) > i)
+        # The inverse for the inputs that are left.
+        inverse -= np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+        inverse[i], inverse[:, i], inverse[i, i] = 0, 0, 1
+    return codes, np.stack(scales, 1)
+
+
+def layer(inputs, outputs):
+    """A random layer, and inputs that depend on each other; one is always 0."""
+    generator = np.random.default_rng(0)
+    mixing = generator.normal(size=(inputs // 4, inputs))
+    seen = generator.normal(size=(512, inputs // 4)) @ mixing
+    seen += 0.3 * generator.normal(size=seen.shape)
+    seen[:, 5] = 0
+    weight = generator.normal(size=(outputs, inputs)).astype(np.float32)
+    return weight, seen.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("bits", "inputs", "group"),
+    # Groups within a block of 128 inputs, across its end, and of several blocks.
+    [(4, 64, 16), (4, 288, 96), (4, 320, 160), (8, 64, 64)],
+)
+def test_codes_are_those_of_a_plain_gptq(bits, inputs, group):
+    weight, seen = layer(inputs, 12)
+    gram = seen.T @ seen
+    found = gptq(weight, gram, Grid(bits, group, "float32"))
+    codes, scales = plain_gptq(weight, gram, bits, group)
+    np.testing.assert_array_equal(found.codes, codes)
+    np.testing.assert_allclose(found.scales, scales, rtol=1e-5)
+    # The factor of the sums has no effect: its damping is a share of the diagonal.
+    again = gptq(weight, gram * np.float32(0.25), Grid(bits, group, "float32"))
+    np.testing.assert_array_equal(again.codes, codes)
+
+
+def output_error(weight, seen, rounded, group):
+    plain = rounded.codes * np.repeat(rounded.scales, group, axis=1)
+    return np.linalg.norm(seen @ (weight - plain).T) / np.linalg.norm(seen @ weight.T)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_outputs_are_nearer_than_of_weights_rounded_to_the_nearest(dtype):
+    """At equal bytes; by half or more where inputs depend on each other."""
+    weight, seen = layer(64, 32)
+    grid = Grid(4, GROUP, dtype)
+    best, plain = gptq(weight, seen.T @ seen, grid), nearest(weight, grid)
+    for found in (best, plain):
+        assert found.codes.shape == weight.shape
+        assert found.scales.shape == (32, 64 // GROUP)
+        assert found.codes.min() >= -8 and found.codes.max() <= 7
+    # Half a step, and what the rounding of a scale does to the largest code.
+    most = 0.5 + 7.5 * ml_dtypes.finfo(dtype).eps / 2
+    step = np.repeat(plain.scales, GROUP, axis=1)
+    gap = np.abs(plain.codes * step - weight) / step
+    assert gap.max() <= most * (1 + 1e-6)
+    errors = [output_error(weight, seen, x, GROUP) for x in (best, plain)]
+    assert errors[0] < 0.5 * errors[1]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_packing_undoes_unpacking(bits):
+    """Rows that do not fill their last word are filled with 0."""
+    codes = np.random.default_rng(0).integers(0, 2**bits, (3, 19)).astype(np.uint8)
+    words = packed_words(codes, bits)
+    assert words.shape == (3, -(-19 * bits // 32))
+    np.testing.assert_array_equal(unpacked(words, bits)[:, :19], codes)
+
+
+def test_a_sum_that_cannot_be_inverted_is_damped_more_or_refused():
+    weight, seen = layer(64, 8)
+    grid, sums = Grid(4, GROUP, "float32"), seen.T @ seen
+    mean = np.diag(sums).mean() * np.eye(64, dtype=np.float32)
+    # The noise of the inputs alone has less than 0.01 of the mean.
+    assert gptq(weight, sums, grid).damping == 0.01
+    assert gptq(weight, sums - 0.03 * mean, grid).damping == 0.1
+    wrong = {"cannot be inverted": sums - 0.9 * mean, "some not 0": 0 * sums}
+    wrong["must be finite"] = sums + np.float32(np.nan)
+    for text, given in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            gptq(weight, given, grid)
+
+
+def token_rows():
+    return np.random.default_rng(0).integers(3, VOCAB, (ROWS, LENGTH), np.int32)
+
+
+def sums_by_torch(module):
+    """x^T x over the inputs of each linear layer that are seen by torch."""
+    found = {}
+
+    def see(name, _, given):
+        x = given[0].double().reshape(-1, given[0].shape[-1]).numpy()
+        found[name] = found.get(name, 0) + x.T @ x
+
+    for name, part in module.named_modules():
+        if f"{name}.weight" in LAYERS:
+            part.register_forward_pre_hook(partial(see, f"{name}.weight"))
+    torch_logits(module, token_rows())
+    return found
+
+
+def test_sums_over_inputs_are_those_of_torch_and_equal_on_all_tiers(tmp_path):
+    module = save(llama(), tmp_path / "model")
+    model = hf.load(tmp_path / "model")
+    files, weights = model.open_weights()
+    with files:
+        choice = choose(model, ExportedWeights(weights, model), GROUP)
+    assert sorted(choice.paths) == sorted(LAYERS)
+    assert choice.ignored == choice.left_out == ("lm_head",)
+    found = {}
+    tiers = ("device", "host", "nvme")
+    for tier in tiers:
+        config = on_tier(tier, tmp_path)
+        with sums_over_inputs(model, choice, token_rows(), config) as sums:
+            found[tier] = {
+                path: np.array(
+                    sums.read(name, [(0, n) for n in sums.specs[name].shape])
+                )
+                for path in LAYERS
+                for name in [f"adapter/{path}/gram"]
+            }
+    wanted = sums_by_torch(module)
+    for path in LAYERS:
+        for tier in tiers:
+            np.testing.assert_array_equal(found[tier][path], found[tiers[0]][path])
+        assert off(found[tiers[0]][path], wanted[path]) < 2e-6
+
+
+def rounded_by_hand(tensors, path, bits, group=GROUP):
+    """`codes * scales` of the tensors of a file."""
+    words = tensors[f"{path}_packed"].numpy()
+    outputs, inputs = tensors[f"{path}_shape"].tolist()
+    codes = unpacked(words, bits)[:, :inputs].astype(np.float32) - 2 ** (bits - 1)
+    scales = tensors[f"{path}_scale"].float().numpy()
+    assert scales.shape == (outputs, inputs // group)
+    return codes * np.repeat(scales, group, axis=1)
+
+
+def errors_of(folder, params, rows):
+    """How far the logits of a quantized model are from those of plain weights."""
+    model = hf.load_as_stored(folder)
+    files, weights = model.open_weights()
+    with files:
+        given = {name: np.array(weights.whole(name)) for name in model.specs}
+    batch = {"input_ids": rows}
+    run_ = jax.jit(model.logits)
+    wanted = np.asarray(run_(params, batch), np.float32)
+    return np.linalg.norm(np.asarray(run_(given, batch), np.float32) - wanted)
+
+
+def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
+    """By both methods with equal bytes; what is not rounded stays to the bit."""
+    folder = model_folder(tmp_path)
+    lines = [
+        {"text": " ".join(f"w{(i * j) % 40}" for j in range(12))} for i in range(9)
+    ]
+    data = write(tmp_path / "data.jsonl", lines)
+    common = ("--group-size", GROUP, "--set", "execution=streamed")
+    seen = ("--data", data, "--samples", 6, "--sequence-length", LENGTH)
+    done = run("quantize", folder, "--output", tmp_path / "gptq", *seen, *common)
+    assert "left as they are: lm_head" in done.output
+    assert "6 of 6 rows seen" in done.output
+    run("quantize", folder, "--output", tmp_path / "rtn", "--method", "rtn", *common)
+    plain = hf.load(folder)
+    files, weights = plain.open_weights()
+    with files:
+        params = {name: np.array(weights.whole(name)) for name in plain.specs}
+    rows = calibration_rows(plain, hf.records(data), samples=6, length=LENGTH)
+    sizes, errors = [], []
+    for method in ("gptq", "rtn"):
+        made = tmp_path / method
+        tensors = load_file(made / "model.safetensors")
+        sizes.append((made / "model.safetensors").stat().st_size)
+        model = hf.load(made)
+        files, weights = model.open_weights()
+        with files:
+            for name in model.specs:
+                found = np.array(weights.whole(name))
+                rounded = name in LAYERS
+                wanted = rounded_by_hand(tensors, name, 4) if rounded else params[name]
+                np.testing.assert_array_equal(found, wanted)
+                if rounded and method == "rtn":
+                    by_hand = nearest(params[name], Grid(4, GROUP, "float32"))
+                    scales = np.repeat(by_hand.scales, GROUP, axis=1)
+                    np.testing.assert_array_equal(found, by_hand.codes * scales)
+        errors.append(errors_of(made, params, rows))
+        names = {path.name for path in made.iterdir()}
+        assert {"tokenizer.json", "chat_template.jinja", "config.json"} <= names
+    assert sizes[0] == sizes[1]
+    assert errors[0] < 0.9 * errors[1]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"model", "data.jsonl", "gptq", "rtn"}
+
+
+@pytest.mark.parametrize("name", ["tied", "experts"])
+def test_tied_weights_and_experts_stay_and_scales_have_the_dtype_of_files(
+    name, tmp_path
+):
+    bits, group = 8, 8
+    config = llama(tie_word_embeddings=True) if name == "tied" else mixtral()
+    kept = {"tied": ["lm_head"], "experts": ["lm_head", "mlp.experts", "mlp.gate"]}
+    module = make(config, dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path / name)
+    said, output = [], tmp_path / f"{name}.out"
+    model = hf.load_as_stored(tmp_path / name)
+    hf.quantize(
+        model, output, bits=bits, method="rtn", group_size=group, say=said.append
+    )
+    section = json.loads((output / "config.json").read_text())
+    weights = section["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"]) == (bits, group)
+    assert section["dtype"] == "bfloat16"
+    assert "lm_head" in section["quantization_config"]["ignore"]
+    assert all(word in said[0] for word in kept[name]), said
+    assert ("transformers" in said[-1]) == (name == "experts")
+    before = load_file(tmp_path / name / "model.safetensors")
+    after = load_file(output / "model.safetensors")
+    rounded = {key.removesuffix("_packed") for key in after if "_packed" in key}
+    assert rounded == {x for x in before if "self_attn" in x or x in LAYERS}
+    for key in before.keys() - rounded:
+        assert torch.equal(before[key], after[key])
+    for key in rounded:
+        assert after[f"{key}_scale"].dtype == torch.bfloat16
+        step = np.repeat(after[f"{key}_scale"].float().numpy(), group, axis=1)
+        gap = rounded_by_hand(after, key, bits, group) - before[key].float().numpy()
+        # Half a step, and what the rounding of a scale does to the largest code.
+        assert (np.abs(gap) <= step * (0.5 + 127.5 * 2**-8)).all()
+    again = hf.load_as_stored(output)
+    files, read = again.open_weights()
+    with files:
+        assert set(again.specs) <= set(read.specs)
+
+
+def test_bad_input_is_refused_by_name(tmp_path, golden):
+    """Before any weight is read; nothing is written."""
+    folder, output = model_folder(tmp_path), tmp_path / "out"
+    data = write(tmp_path / "data.jsonl", [{"text": "w1 w2 w3"}])
+    done = tmp_path / "done"
+    model = hf.load(folder)
+    hf.quantize(model, done, method="rtn", group_size=GROUP)
+
+    def command(source, *options, to=output):
+        arguments = ("quantize", source, "--output", to, "--traceback", *options)
+        return lambda: run_or_raise(*arguments)
+
+    mistakes = {
+        "gptq without texts": command(folder),
+        "rtn with texts": command(folder, "--method", "rtn", "--data", data),
+        "an output that is there": command(folder, "--data", data, to=done),
+        "a group that does not divide": command(folder, "--method", "rtn"),
+        "3 bits": command(folder, "--data", data, "--bits", 3),
+        "a quantized model": command(done, "--data", data),
+        "too few tokens": command(folder, "--data", data),
+        "rows longer than the model": command(
+            folder, "--data", data, "--sequence-length", 64
+        ),
+        "a method of another library": lambda: hf.quantize(
+            model, output, method="awq", group_size=GROUP
+        ),
+    }
+    golden.check("quantize.txt", refusals(mistakes, tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {"model", "data.jsonl", "done"}
+
+
+def run_or_raise(*arguments):
+    result = run(*arguments, code=None)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception

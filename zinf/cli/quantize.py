@@ -1,0 +1,57 @@
+"""`zinf quantize`: writes a model of transformers in 4 or 8 bits."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+from zinf import hf
+from zinf.core.config import Config
+from zinf.core.text.complaint import complain, tell
+
+# Most tokens of a row, if the command says nothing.
+LENGTH = 2048
+
+
+def write_quantized(
+    name: str,
+    data: Sequence[Path],
+    output: Path,
+    config: Config,
+    *,
+    bits: int,
+    method: Literal["gptq", "rtn"],
+    group_size: int,
+    samples: int,
+    sequence_length: int | None,
+) -> None:
+    """Writes the model, and what was rounded and how long it took.
+
+    Raises:
+        ValueError, FileExistsError: see `zinf.hf.quantize`.
+    """
+    start = perf_counter()
+    model = hf.load_as_stored(name)
+    hf.check_quantizing(model, bits, method, output, has_rows=bool(data))
+    rows = None
+    if data:
+        length = sequence_length or min(LENGTH, model.max_length or LENGTH)
+        lines = chain.from_iterable(map(hf.records, data))
+        rows = hf.calibration_rows(model, lines, samples=samples, length=length)
+        if len(rows) < samples:
+            complain(
+                f"--data has {len(rows):,} rows of {length:,} tokens, fewer than "
+                f"--samples {samples:,}."
+            )
+    hf.quantize(
+        model,
+        output,
+        rows,
+        config,
+        bits=bits,
+        method=method,
+        group_size=group_size,
+        say=complain,
+    )
+    tell(f"wrote {output} in {perf_counter() - start:,.1f} s")
