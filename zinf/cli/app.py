@@ -265,7 +265,8 @@ def grpo(
         list[str],
         typer.Option(
             help="FILE.py:FUNCTION of (prompts, completions, **columns), which returns "
-            "a number or None for each completion; repeatable."
+            "a number or None for each completion; or a reward model, as a folder or a "
+            "name; repeatable."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the tuned model.")],

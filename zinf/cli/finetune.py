@@ -19,6 +19,7 @@ from zinf.core.config.grpo import Grpo
 from zinf.core.config.load import override
 from zinf.core.machine.devices import on_devices
 from zinf.core.objectives import OBJECTIVES
+from zinf.core.rollouts.functions import place_of_model
 from zinf.data.configured import batch_size
 from zinf.distributed import AbstractGroup
 
@@ -173,7 +174,8 @@ def of_rewards(
     """As `model_config`, of a config that trains a model from rewards.
 
     Args:
-        rewards: functions, as FILE.py:FUNCTION; files from the current folder on.
+        rewards: functions, as FILE.py:FUNCTION, and folders or names of reward models;
+            files and folders from the current folder on.
         samples: completions of a step; None: those of a prompt.
     """
     group = options.get("num_generations")
@@ -181,8 +183,14 @@ def of_rewards(
     options |= {"objective": "grpo", "samples": samples or group}
     raw = model_config(model, **options)
     # The config of the run is in another folder.
-    raw.setdefault("grpo", {})["rewards"] = [str(Path.cwd() / x) for x in rewards]
+    names = [str(Path.cwd() / x) if _is_here(x) else x for x in rewards]
+    raw.setdefault("grpo", {})["rewards"] = names
     return raw
+
+
+def _is_here(reward: str) -> bool:
+    """Whether a reward is of a file or a folder, and not a name on the hub."""
+    return place_of_model(reward, [Path.cwd()]) != reward
 
 
 def _is_mostly_warmup(num_steps: int) -> bool:

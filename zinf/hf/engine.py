@@ -45,14 +45,17 @@ class ModelEngine(Engine):
     _adapted: Adapted | None = None
     _own_decoder: Decoder | None = None
     # A frozen copy of the model as it began, if the loss needs one: from a batch to
-    # log-probabilities. It is closed with the engine.
+    # log-probabilities. And opened reward models. All are closed with the engine.
     reference: Any = None
+    judges: tuple[Any, ...] = ()
 
     def close(self) -> None:
-        """Free every tier, and those of the reference; see `Engine.close`."""
+        """Free every tier, and those of frozen models beside it; see `Engine.close`."""
         super().close()
         if self.reference is not None:
-            self.reference.close()
+            self.reference.frozen.close()
+        for judge in self.judges:
+            judge.close()
 
     @property
     def model(self) -> Model:

@@ -6,6 +6,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from zinf.checkpoint import Checkpoints
 from zinf.core.config import Config
 from zinf.core.config.adapter import Adapter
@@ -15,11 +17,12 @@ from zinf.core.config.nearest import did_you_mean
 from zinf.core.engine.initialize import ConfigSource
 from zinf.core.machine.devices import on_devices
 from zinf.core.optim.transforms.factory import build_schedule
-from zinf.core.rollouts.functions import load_functions
+from zinf.core.rollouts.calls import Reward
 from zinf.core.trainer import Trainer
 from zinf.data.configured import batch_size
 from zinf.hf.engine import ModelEngine
 from zinf.hf.export import export, export_adapter
+from zinf.hf.judge import judges_among, load_rewards
 from zinf.hf.model import Model
 from zinf.hf.objectives.grpo import drawn_by, longest, read_prompts, rollouts_of
 from zinf.hf.records import records
@@ -179,7 +182,7 @@ class GRPOTrainer:
         model: a folder, a name on the hub, or what `zinf.hf.load` returned.
         reward_funcs: a function or several, with TRL's arguments `(prompts,
             completions, completion_ids, **columns)`, also `async`; or their names, such
-            as "rewards.py:correct".
+            as "rewards.py:correct", or folders and names of reward models.
         args: as TRL's.
         train_dataset: records with `prompt` (a text or messages) and columns for the
             reward functions; or files of those.
@@ -201,7 +204,7 @@ class GRPOTrainer:
     def __init__(
         self,
         model: str | Path | Model,
-        reward_funcs: Callable | str | Sequence[Callable | str],
+        reward_funcs: Callable | str | Path | Sequence[Callable | str | Path],
         args: GRPOConfig | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | str | Path | None = None,
         config: ConfigSource = None,
@@ -233,7 +236,7 @@ class GRPOTrainer:
         rollouts = rollouts_of(
             self.task.model, self.config, prompts, functions, length=self.task.length
         )
-        self.engine = self.task.engine(mesh)
+        self.engine = self.task.engine(mesh, judges=judges_among(functions))
         self.rollouts = drawn_by(rollouts, self.engine, self.config)
 
     def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
@@ -291,12 +294,22 @@ def adapter_section(peft_config: Any) -> dict[str, Any]:
     return found
 
 
-def _functions(asked: Any, config: Config) -> tuple[Callable, ...]:
-    given = [asked] if callable(asked) or isinstance(asked, str) else list(asked)
-    folders = config.folders_of_modules()
-    return tuple(
-        load_functions([x], folders)[0] if isinstance(x, str) else x for x in given
-    )
+def _functions(asked: Any, config: Config) -> tuple[Reward, ...]:
+    is_one = callable(asked) or isinstance(asked, str | Path)
+    given = [asked] if is_one else list(asked)
+    folders, found = config.folders_of_modules(), list[Reward]()
+    for each in given:
+        if isinstance(each, str | Path):
+            found += load_rewards([str(each)], folders)
+        elif isinstance(each, torch.nn.Module):
+            raise ValueError(
+                f"A reward is a {type(each).__name__} of torch, and zinf runs reward "
+                "models from their files. Give its folder, as save_pretrained writes "
+                "it with its tokenizer, or its name on the hub."
+            )
+        else:
+            found.append(each)
+    return tuple(found)
 
 
 def _records(dataset: Any) -> Iterable[tuple[Any, str]]:

@@ -372,6 +372,11 @@ def row_of(
             return None
         tokens = cut
     how.check_words(tokens["input_ids"], where)
+    return as_row(model, tokens)
+
+
+def as_row(model: HeadModel, tokens: Mapping[str, Any]) -> Row:
+    """What a tokenizer made of a text, as far as the model takes it."""
     names = [n for n in TOKENS if n in tokens and n in model.arguments]
     found = {name: list(tokens[name]) for name in names}
     # Not all tokenizers make one, and rows are filled up.

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from zinf.adapt import Adapted, MergedTensors
 from zinf.core.config import Config
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
+from zinf.core.plan import InfeasibleError
 from zinf.core.rollouts import Rollouts
 from zinf.core.trainer import Hook
 from zinf.data import (
@@ -55,6 +57,8 @@ from zinf.hf.engine import (
 )
 from zinf.hf.export import export, export_adapter, write_adapter, write_model
 from zinf.hf.folder import SMALL_FILES
+from zinf.hf.frozen import Frozen
+from zinf.hf.judge import Judge
 from zinf.hf.model import IGNORED, Model, load_as_stored
 from zinf.hf.objectives import objective_of
 from zinf.hf.objectives.objective import Objective
@@ -158,24 +162,44 @@ class Task:
         config = self.config
         return jax.random.key(config.run.seed) if draws(self.model, config) else None
 
-    def engine(self, mesh: Mesh, group: AbstractGroup = ALONE) -> ModelEngine:
+    def engine(
+        self,
+        mesh: Mesh,
+        group: AbstractGroup = ALONE,
+        judges: Sequence[Judge] | None = None,
+    ) -> ModelEngine:
         """An engine with the weights of the model's files.
 
-        If the loss needs a copy of the model as it began, that is opened first, and the
-        budgets hold for both.
+        If the loss needs a copy of the model as it began, and reward models, those are
+        opened first, and the budgets hold for all.
+
+        Args:
+            judges: the reward models; None: those of the config.
+
+        Raises:
+            InfeasibleError: the budgets have no room for all of them.
         """
-        model, config, drawing = self.model, self.config, self.objective.drawing
-        if drawing is None or not drawing.has_copy(config):
+        config, drawing = self.config, self.objective.drawing
+        if drawing is None:
             return self._engine(config, mesh, group)
+        judges = drawing.judges(config) if judges is None else judges
         shape = {"rows": batch_size(config), "length": self.length}
-        reference = open_reference(model, config, mesh, **shape)
-        try:
-            engine = self._engine(reference.beside(config), mesh, group)
-        except BaseException:
-            reference.close()
-            raise
-        engine.reference = reference
-        logger.info(reference.brief())
+        reference, opened, frozen = None, list[Judge](), list[Frozen]()
+        with ExitStack() as stack:
+            if drawing.has_copy(config):
+                reference = open_reference(self.model, config, mesh, **shape)
+                config = _placed(reference.frozen, config, frozen, stack)
+            for number, judge in enumerate(judges, 2):
+                found = judge.open(config, mesh, **shape, number=number)
+                assert found.frozen is not None, "it is opened"
+                opened.append(found)
+                config = _placed(found.frozen, config, frozen, stack)
+            try:
+                engine = self._engine(config, mesh, group)
+            except InfeasibleError as error:
+                raise error.because([f"{x.brief()}." for x in frozen]) from None
+            stack.pop_all()
+        engine.reference, engine.judges = reference, tuple(opened)
         return engine
 
     def _engine(self, config: Config, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
@@ -545,3 +569,13 @@ class Task:
         # With several processes, each knows only its own rows of a batch.
         check = check_labels if group.count == 1 else None
         return paced(config, found, leaf="input_ids", extra=0, check=check)
+
+
+def _placed(
+    frozen: Frozen, config: Config, before: list[Frozen], stack: ExitStack
+) -> Config:
+    """The config of what is placed after a frozen model, which joins those `before`."""
+    stack.callback(frozen.close)
+    before.append(frozen)
+    logger.info(frozen.brief())
+    return frozen.beside(config)

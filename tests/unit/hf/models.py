@@ -133,6 +133,21 @@ def tokenizer(**named) -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **ends)
 
 
+def judge(
+    folder: Path, *, num_labels: int = 1, **named: Any
+) -> transformers.PreTrainedModel:
+    """A reward model of torch, saved with a tokenizer."""
+    torch.manual_seed(0)
+    config = llama(num_labels=num_labels)
+    config._attn_implementation = "eager"
+    kind = transformers.AutoModelForSequenceClassification
+    model = kind.from_config(config).eval()
+    model.score.weight.data *= 30
+    model.save_pretrained(folder)
+    tokenizer(**named).save_pretrained(folder)
+    return model
+
+
 def turns(*contents: str) -> list[dict[str, str]]:
     """A conversation of a user, who begins, and an assistant."""
     roles = ("user", "assistant") * len(contents)

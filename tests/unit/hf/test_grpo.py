@@ -1,22 +1,33 @@
 """Models of transformers that learn from rewards: the command, and TRL's trainer."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.command import run
 from tests.unit.hf.models import (
+    judge,
     metrics_of,
     model_folder,
+    on_tier,
     refusals,
     reloaded,
     turns,
     write,
 )
 
+import torch  # isort: skip
+import transformers  # isort: skip
+
 from zinf import hf  # isort: skip
+from zinf.core.plan import InfeasibleError  # isort: skip
 from zinf.core.program import Tier  # isort: skip
+from zinf.core.rollouts import Samples  # isort: skip
+from zinf.hf.judge import load_judge  # isort: skip
+from zinf.hf.prefill import Prefill  # isort: skip
 
 REWARDS = """
 def evens(completions, completion_ids, answer, **_):
@@ -48,6 +59,9 @@ def test_the_command_makes_a_model_that_does_what_is_rewarded(tmp_path):
     common = ["--data", data, "--num_generations", 8, "--max_completion_length", 8]
     common += ["--reward", tmp_path / "rewards.py:evens", "--learning-rate", 2e-2]
     common += ["--reward", tmp_path / "rewards.py:few", "--samples", 32, *FP32]
+    judge(tmp_path / "judge", chat_template=OF_JUDGE)
+    common += ["--reward", tmp_path / "judge"]
+    common += [part for x in (1, 1, 0) for part in ("--reward-weights", x)]
     output = tmp_path / "tuned"
     run("grpo", folder, *common, "--steps", 30, "--output", output)
     metrics = metrics_of(tmp_path / "tuned.run")
@@ -57,6 +71,7 @@ def test_the_command_makes_a_model_that_does_what_is_rewarded(tmp_path):
     lines = (tmp_path / "tuned.run/completions.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])
     assert len(lines) == 30 * 32 and last["rewards"]["evens"] == last["reward"]
+    assert all("rewards/judge/mean" in m for m in metrics)
     conversation = next(x for x in map(json.loads, lines) if "content" in str(x))
     (answer,) = conversation["completion"]
     assert answer["role"] == "assistant" and conversation["prompt"][0]["role"] == "user"
@@ -131,19 +146,90 @@ def test_a_reference_of_all_weights_shares_the_budgets(tmp_path):
     with trainer(
         folder, tmp_path / "out", config=config, beta=0.1, max_steps=3
     ) as made:
-        held = made.engine.reference.held_bytes
+        held = made.engine.reference.frozen.held_bytes
         memory = made.engine.config.memory
         assert memory.device == budget - held[Tier.DEVICE] < budget
         assert memory.host == budget - held[Tier.HOST]
         made.train()
-        assert made.engine.reference.engine.num_steps == 0
+        assert made.engine.reference.frozen.engine.num_steps == 0
     kl = [m["kl"] for m in metrics_of(tmp_path / "out")]
     assert 0 <= kl[0] < 1e-6 < 1e-4 < kl[-1]
+
+
+TIERS = ("device", "host")
+# Not that of the model in training: a reward model has a template of its own.
+OF_JUDGE = "{% for m in messages %}{{ m.role }} w3 {{ m.content }} {% endfor %}w4"
+
+
+def torch_score(model, prompt, completion):
+    """What TRL has a reward model say of a prompt and a completion."""
+    words = transformers.AutoTokenizer.from_pretrained(model.name_or_path)
+    text = prompt + completion if isinstance(prompt, str) else ""
+    text = text or words.apply_chat_template([*prompt, *completion], tokenize=False)
+    ids = words(text, add_special_tokens=False).input_ids
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, 0].item()
+
+
+@pytest.mark.slow
+def test_a_reward_model_says_what_it_says_in_transformers(tmp_path):
+    """From every tier the same, beside functions, within the budgets of all."""
+    folder, budget = model_folder(tmp_path), 2**30
+    judge(tmp_path / "judge", chat_template=OF_JUDGE)
+    kind = transformers.AutoModelForSequenceClassification
+    theirs = kind.from_pretrained(tmp_path / "judge", attn_implementation="eager")
+    found = {}
+    for tier in ("device", "nvme"):
+        config = on_tier(tier, tmp_path)
+        config["memory"] = config.get("memory", {}) | dict.fromkeys(TIERS, budget)
+        named = {"reward_weights": [0.5, 1.0], "beta": 0.1, "max_steps": 2}
+        rewards = [tmp_path / "judge", evens]
+        with trainer(folder, tmp_path / tier, rewards, config=config, **named) as made:
+            engine = made.engine
+            frozen = [engine.reference.frozen, engine.judges[0].frozen]
+            for name in TIERS:
+                held = sum(x.held_bytes[Tier(name)] for x in frozen)
+                assert getattr(engine.config.memory, name) == budget - held < budget
+            made.train()
+            # Measured with the largest batch, so no step holds more.
+            for x in frozen:
+                for each in Tier:
+                    assert x.engine.stores.peak_bytes(each) <= x.held_bytes[each]
+        text = (tmp_path / tier / "completions.jsonl").read_text()
+        found[tier] = numbers(tmp_path / tier), text
+    assert found["device"] == found["nvme"]
+    lines = [json.loads(line) for line in found["nvme"][1].splitlines()]
+    assert {type(line["prompt"]) for line in lines} == {str, list}
+    for line in lines:
+        by = line["rewards"]
+        wanted = torch_score(theirs, line["prompt"], line["completion"])
+        assert abs(by["judge"] - wanted) < 1e-5
+        assert line["reward"] == 0.5 * by["judge"] + by["evens"]
+    assert len({line["rewards"]["judge"] for line in lines}) > len(lines) / 2
+    # A quarter of the device has no room for it, and the message says whose it is.
+    config["memory"]["device"] = 4 * 40_000
+    with pytest.raises(InfeasibleError, match="model judge, which may have 1/4"):
+        trainer(folder, tmp_path / "small", [tmp_path / "judge"], config=config)
+
+
+def test_a_text_that_a_reward_model_cannot_read_is_left_out(tmp_path):
+    judge(tmp_path / "judge", chat_template="{{ raise_exception('no user') }}")
+    made = load_judge(tmp_path / "judge")
+    own = replace(made, longest=3, prefill=Prefill(made.model, made.model.logits))
+    for prompt, answer, reason in (
+        ("w1 w2", " w3 w4", "makes 4 tokens of the text, and it reads 1 to 3"),
+        (turns("w1"), turns("w1"), "refuses the conversation: no user"),
+    ):
+        samples = Samples([prompt], [answer], [[1]], {})
+        values, failures = own.scores(samples)
+        assert np.isnan(values[0]) and reason in failures[0]
 
 
 def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
     folder = model_folder(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
+    judge(tmp_path / "judge")
+    classifier = judge(tmp_path / "classifier", num_labels=2)
 
     def correct(completions, anwser):
         return [1.0] * len(completions)
@@ -167,7 +253,10 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "no room": lambda: make(max_completion_length=32),
         "a missing column": lambda: make(correct),
         "a reference of other adapters": lambda: make(beta=0.1, peft=begun),
-        "a reward model": lambda: make(str(folder)),
+        "a reward model of two labels": lambda: make(str(tmp_path / "classifier")),
+        "a reward model without a template": lambda: make(tmp_path / "judge"),
+        "a model of another kind": lambda: make(str(folder)),
+        "a model of torch": lambda: make(classifier),
         "no such function": lambda: make(f"{tmp_path}/rewards.py:even"),
         "no such file": lambda: make(f"{tmp_path}/reward.py:evens"),
         "no prompt": lambda: make(data=[{"text": "w1"}]),

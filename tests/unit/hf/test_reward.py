@@ -10,6 +10,7 @@ from tests.command import run
 from tests.unit.hf.models import (
     TOKENS,
     TOLERANCE,
+    judge,
     llama,
     make,
     metrics_of,
@@ -60,19 +61,6 @@ def batch_of():
         "margins": np.float32([0.0, 0.7]),
         "labels": np.zeros(2, np.int32),
     }
-
-
-def judge(folder):
-    """A reward model of torch, saved."""
-    torch.manual_seed(0)
-    config = llama(num_labels=1)
-    config._attn_implementation = "eager"
-    kind = transformers.AutoModelForSequenceClassification
-    model = kind.from_config(config).eval()
-    model.score.weight.data *= 30
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return model
 
 
 def torch_scores(model, batch):

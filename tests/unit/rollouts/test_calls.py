@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from zinf.core.rollouts import Rewards, Samples
+from zinf.core.rollouts.calls import AbstractRewardModel
 
 SAMPLES = Samples(
     prompts=["p0", "p0", "p1", "p1"],
@@ -64,6 +65,37 @@ def test_functions_run_beside_the_caller():
     # Those that wait for others do so together.
     assert time.perf_counter() - began < 0.3
     assert get_ident() not in threads
+
+
+class Model(AbstractRewardModel):
+    """Rewards by the length of a text, and fails for one text."""
+
+    name = "length"
+
+    def check(self, prompts, where):
+        raise NotImplementedError
+
+    def scores(self, samples):
+        assert get_ident() == HERE
+        return np.array([1.0, np.nan, 3.0, 4.0]), {1: "it is too long"}
+
+
+HERE = get_ident()
+
+
+def test_models_reward_in_the_thread_that_asks(caplog):
+    rewards = Rewards([length, Model(), length], [1.0, 10.0, 100.0])
+    assert rewards.names == ("length", "length_2", "length_3")
+    rewards.check([{}], ["line 1"])
+    other = Model()
+    assert rewards.asking([other]).models == {1: other}
+    found = rewards.start(SAMPLES).result()
+    assert [*found.values] == [*rewards.names]
+    np.testing.assert_array_equal(found.total, [111.0, np.nan, 333.0, 444.0])
+    text = "The reward length_2: 1 of 4 completions are left out"
+    assert (
+        text in caplog.text and "it is too long for the completion 'bb'" in caplog.text
+    )
 
 
 def raising(completions, **_):

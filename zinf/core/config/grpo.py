@@ -38,10 +38,11 @@ class Grpo(Section):
     the prompt, one ratio a sequence (https://arxiv.org/abs/2402.14740)."""
 
     rewards: Annotated[tuple[Text, ...], BeforeValidator(_many)] = ()
-    """Reward functions, each as FILE.py:FUNCTION."""
+    """Rewards, each a function as FILE.py:FUNCTION, or a reward model: its folder, or
+    its name on the hub."""
 
     reward_weights: Annotated[tuple[Number, ...] | None, BeforeValidator(_many)] = None
-    """A factor for each reward function; null: 1 each."""
+    """A factor for each reward; null: 1 each."""
 
     reward_timeout: Seconds = 60.0
     """Seconds that a call of a reward function may take; what takes longer is left

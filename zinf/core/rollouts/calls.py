@@ -1,13 +1,16 @@
-"""Reward functions: called as TRL calls them, in threads, each call within a limit.
+"""Rewards: functions, called as TRL calls them in threads within a limit, and models.
 
 A function gets `prompts`, `completions`, `completion_ids` and the other columns of the
 data by name, a list each, and returns a number or None for each completion. None says
 that the function has no opinion. A completion whose reward fails (it is NaN, or the
 call raises or hangs) is left out of the step, with a warning that names its prompt.
+Reward models run in the caller's thread: programs that are divided among devices must
+start in one order.
 """
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, iscoroutine, iscoroutinefunction, signature
@@ -85,16 +88,45 @@ class WrongRewards(ValueError):
 
 
 Failures = dict[int, str]
+Outcome = tuple[np.ndarray, Failures]
+
+
+class AbstractRewardModel(ABC):
+    """A model that rewards completions. No limit of time is set to it."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def check(self, prompts: Sequence[Any], where: Sequence[str]) -> None:
+        """Refuse prompts that the model cannot read.
+
+        Args:
+            prompts: texts or conversations.
+            where: the place of each record, for the message.
+
+        Raises:
+            ValueError: there is one.
+        """
+
+    @abstractmethod
+    def scores(self, samples: Samples) -> Outcome:
+        """The reward of each completion, float64 (N,), and why it failed, by number."""
+
+
+Reward = Function | AbstractRewardModel
 
 
 class Rewards:
-    """Some reward functions, whose weighted sum is the reward of a completion.
+    """Some reward functions and models: a reward is the weighted sum of what they say.
 
     Args:
         functions: see above; one that is `async` runs beside the others.
         weights: a factor a function; None: 1 each.
-        timeout: seconds that a call may take. If a call for all completions takes
-            longer or raises, the function is called for each completion alone.
+        timeout: seconds that a call of a function may take. If a call for all
+            completions takes longer or raises, the function is called for each
+            completion alone.
 
     Raises:
         ValueError: there is no function, or another number of weights.
@@ -102,7 +134,7 @@ class Rewards:
 
     def __init__(
         self,
-        functions: Sequence[Function],
+        functions: Sequence[Reward],
         weights: Sequence[float] | None = None,
         *,
         timeout: float = 60.0,
@@ -126,10 +158,29 @@ class Rewards:
         """The names of the functions; equal ones get a number."""
         found: list[str] = []
         for function in self.functions:
-            name = getattr(function, "__name__", type(function).__name__)
+            if isinstance(function, AbstractRewardModel):
+                name = function.name
+            else:
+                name = getattr(function, "__name__", type(function).__name__)
             same = sum(x == name or x.startswith(f"{name}_") for x in found)
             found.append(f"{name}_{same + 1}" if same else name)
         return tuple(found)
+
+    @property
+    def models(self) -> dict[int, AbstractRewardModel]:
+        """The reward models, by their places among the functions."""
+        return {
+            number: function
+            for number, function in enumerate(self.functions)
+            if isinstance(function, AbstractRewardModel)
+        }
+
+    def asking(self, models: Sequence[AbstractRewardModel]) -> "Rewards":
+        """The same rewards by these models, which stand for its own in their order."""
+        found = [*self.functions]
+        for number, model in zip(self.models, models, strict=True):
+            found[number] = model
+        return Rewards(found, self.weights, timeout=self.timeout)
 
     def check(self, columns: Sequence[Mapping[str, Any]], where: Sequence[str]) -> None:
         """Refuse records without a column that a function cannot do without.
@@ -142,6 +193,8 @@ class Rewards:
             ValueError: see above; or an argument of a function is not given by name.
         """
         for name, function in zip(self.names, self.functions, strict=True):
+            if isinstance(function, AbstractRewardModel):
+                continue
             for needed in _needed(function):
                 for record, place in zip(columns, where, strict=True):
                     if needed not in record:
@@ -153,8 +206,10 @@ class Rewards:
                             "the argument a default."
                         )
 
-    def start(self, samples: Samples) -> "Call":
-        """Begin to reward completions, in a thread; `result` waits for a `Rewarded`.
+    def start(self, samples: Samples) -> "Judging":
+        """Begin to reward completions: functions do so in a thread, beside the caller.
+
+        `result` has models reward them too, and returns a `Rewarded`.
 
         Raises (from `result`):
             WrongRewards: a function returned another number of rewards, or one that is
@@ -162,25 +217,41 @@ class Rewards:
             RuntimeError: a function hangs again and again.
             ValueError: no completion has a reward.
         """
-        return Call(self._rewarded, samples)
+        return Judging(self, samples, Call(self._by_functions, samples))
 
-    def _rewarded(self, samples: Samples) -> Rewarded:
+    def _by_functions(self, samples: Samples) -> dict[int, Outcome]:
+        """What the functions say, by their places."""
+        functions = {
+            number: function
+            for number, function in enumerate(self.functions)
+            if not isinstance(function, AbstractRewardModel)
+        }
         calls = {
             number: self._call(function, samples)
-            for number, function in enumerate(self.functions)
+            for number, function in functions.items()
             if _is_async(function)
         }
+        found = {}
+        for number, function in functions.items():
+            call = calls.get(number) or self._call(function, samples)
+            found[number] = self._of(self.names[number], function, call, samples)
+        return found
+
+    def together(self, samples: Samples, outcomes: Mapping[int, Outcome]) -> Rewarded:
+        """The sum of all that was said of completions, with warnings of what failed.
+
+        Raises:
+            ValueError: no completion has a reward.
+        """
         values: dict[str, np.ndarray] = {}
         has_failed = np.zeros(len(samples), np.bool_)
-        for number, function in enumerate(self.functions):
-            name = self.names[number]
-            call = calls.get(number) or self._call(function, samples)
-            values[name], failures = self._of(name, function, call, samples)
+        for number, name in enumerate(self.names):
+            values[name], failures = outcomes[number]
             has_failed[list(failures)] = True
             if failures:
                 first = next(iter(failures))
                 logger.warning(
-                    f"The reward function {name}: {len(failures)} of {len(samples)} "
+                    f"The reward {name}: {len(failures)} of {len(samples)} "
                     f"completions are left out. The first: {failures[first]} for "
                     f"{samples.named(first)}."
                 )
@@ -249,6 +320,21 @@ class Rewards:
     @property
     def _hanging(self) -> str:
         return f"it took more than {self.timeout:g} seconds (grpo.reward_timeout)"
+
+
+@dataclass(frozen=True)
+class Judging:
+    """Completions that functions reward now, and models when `result` is called."""
+
+    rewards: Rewards
+    samples: Samples
+    call: "Call"
+
+    def result(self) -> Rewarded:
+        """See `Rewards.start`."""
+        models = self.rewards.models.items()
+        scored = {number: model.scores(self.samples) for number, model in models}
+        return self.rewards.together(self.samples, scored | self.call.result())
 
 
 class Call:

@@ -11,7 +11,10 @@ from types import ModuleType
 from zinf.core.config.nearest import did_you_mean
 from zinf.core.rollouts.calls import Function
 
-FORM = "Write it as FILE.py:FUNCTION, such as rewards.py:correct."
+FORM = (
+    "Write it as FILE.py:FUNCTION, such as rewards.py:correct, or name the folder of a "
+    "reward model."
+)
 
 
 def load_functions(
@@ -24,7 +27,6 @@ def load_functions(
 
     Raises:
         ValueError: a name has another form, or there is no such file or function.
-        NotImplementedError: a name is of a folder, so of a reward model.
     """
     modules: dict[Path, ModuleType] = {}
     found = []
@@ -42,7 +44,7 @@ def code_digest(names: Sequence[str], folders: Sequence[Path]) -> str:
     Modules that the files import are not in it.
 
     Raises:
-        ValueError, NotImplementedError: see `load_functions`.
+        ValueError: see `load_functions`.
     """
     digest = sha256()
     for name in names:
@@ -52,15 +54,22 @@ def code_digest(names: Sequence[str], folders: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def place_of_model(name: str, folders: Sequence[Path]) -> str | None:
+    """The folder or hub name of a reward model; None if a name is of a function.
+
+    Args:
+        folders: where folders are looked for, in this order.
+    """
+    for folder in folders:
+        path = folder / Path(name).expanduser()
+        if path.is_dir():
+            return str(path)
+    return None if ":" in name or name.endswith(".py") else name
+
+
 def _parts(name: str, folders: Sequence[Path]) -> tuple[Path, str]:
     """The file and the function of a name."""
     file, colon, function = name.rpartition(":")
-    is_folder = any((folder / name).is_dir() for folder in folders)
-    if is_folder or (not colon and not name.endswith(".py")):
-        raise NotImplementedError(
-            f"The reward {name!r} names a reward model, and those are not supported "
-            f"yet: wrap it in a function that returns its scores. {FORM}"
-        )
     if not colon or not file.endswith(".py") or not function.isidentifier():
         raise ValueError(f"The reward {name!r} is no function of a file. {FORM}")
     for folder in folders:

@@ -38,7 +38,12 @@ from zinf.core.rl import (
     token_weights,
     with_kl,
 )
-from zinf.core.rollouts.calls import Rewarded, Rewards, Samples
+from zinf.core.rollouts.calls import (
+    AbstractRewardModel,
+    Rewarded,
+    Rewards,
+    Samples,
+)
 from zinf.core.trainer import Hook
 from zinf.data import AbstractForeseen
 from zinf.inference import Scored
@@ -191,17 +196,26 @@ class Rollouts(grain.IterDataset):
         self.draw_seed = seed
         for prompt in prompts:
             check_room(prompt, settings.max_completion_length, length)
-        rewards.check([p.columns for p in prompts], [p.where for p in prompts])
+        places = [p.where for p in prompts]
+        rewards.check([p.columns for p in prompts], places)
+        for model in rewards.models.values():
+            model.check([p.shown for p in prompts], places)
         self._engine: Engine | None = None
         self._reference: Score | None = None
         self.told = _Told(texts)
 
-    def of(self, engine: Engine, reference: Score | None = None) -> "Rollouts":
+    def of(
+        self,
+        engine: Engine,
+        reference: Score | None = None,
+        models: Sequence[AbstractRewardModel] = (),
+    ) -> "Rollouts":
         """These rollouts, drawn by an engine from now on.
 
         Args:
             reference: from a batch to log-probabilities of its tokens by the
                 reference, float32 (rows, tokens - 1). Needed if `beta` is above 0.
+            models: stand for the reward models among the rewards, in their order.
 
         Raises:
             ValueError: there is a `beta` and no reference.
@@ -212,6 +226,7 @@ class Rollouts(grain.IterDataset):
                 "diverge from. Give reference=, or set grpo.beta to 0."
             )
         self._engine, self._reference = engine, reference
+        self.rewards = self.rewards.asking(models)
         return self
 
     @property

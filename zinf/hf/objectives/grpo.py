@@ -11,11 +11,12 @@ import jax
 from zinf.core.config import Config
 from zinf.core.rl import PolicyLoss
 from zinf.core.rollouts import Prompt, Rewards, Rollouts, policy_loss
-from zinf.core.rollouts.functions import code_digest, load_functions
+from zinf.core.rollouts.calls import Reward
 from zinf.core.rollouts.rollouts import Sizes, batch_names, batch_spec, check_room
 from zinf.data.configured import batch_size
 from zinf.hf.completion import end_tokens, prompt_tokens
 from zinf.hf.engine import ModelEngine
+from zinf.hf.judge import Judge, digest_of_rewards, judges_among, load_rewards
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.objectives.objective import Drawing, Objective, Spec
 from zinf.hf.records import records
@@ -128,7 +129,7 @@ def rollouts_of(
     model: Model,
     config: Config,
     prompts: Sequence[Prompt],
-    functions: Sequence[Callable],
+    functions: Sequence[Reward],
     *,
     length: int,
 ) -> Rollouts:
@@ -183,11 +184,13 @@ def has_copy(config: Config) -> bool:
 
 
 def drawn_by(rollouts: Rollouts, engine: ModelEngine, config: Config) -> Rollouts:
-    """Rollouts that an engine draws, with the model as it began as the reference."""
-    if not config.grpo.beta:
-        return rollouts.of(engine)
-    if engine.reference is not None:
-        return rollouts.of(engine, engine.reference)
+    """Rollouts that an engine draws, with the model as it began as the reference.
+
+    Reward models among the rewards are those beside the engine.
+    """
+    judges = engine.judges
+    if not config.grpo.beta or engine.reference is not None:
+        return rollouts.of(engine, engine.reference, judges)
     adapted = engine.adapted
     assert adapted is not None, "see `has_copy`"
     temperature = config.grpo.temperature
@@ -197,7 +200,7 @@ def drawn_by(rollouts: Rollouts, engine: ModelEngine, config: Config) -> Rollout
         count = config.num_microbatches
         return engine.apply(function, scored(batch), num_microbatches=count)
 
-    return rollouts.of(engine, reference)
+    return rollouts.of(engine, reference, judges)
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ def _rows(samples: Any, model: Model, config: Config) -> Any:
 
 def _dataset(model: Model, config: Config) -> Rollouts:
     names, folders = config.grpo.rewards, config.folders_of_modules()
-    functions = load_functions(names, folders)
+    functions = load_rewards(names, folders)
     prompts, length = prompts_of(model, config), config.sequence_length
     if model.max_length is not None:
         length = min(length, model.max_length)
@@ -261,7 +264,11 @@ def _num_samples(model: Model, config: Config) -> int:
 
 def _digests(config: Config) -> dict[str, str]:
     names, folders = config.grpo.rewards, config.folders_of_modules()
-    return {"grpo.rewards.content": code_digest(names, folders)}
+    return {"grpo.rewards.content": digest_of_rewards(names, folders)}
+
+
+def _judges(config: Config) -> tuple[Judge, ...]:
+    return judges_among(load_rewards(config.grpo.rewards, config.folders_of_modules()))
 
 
 OBJECTIVE = Objective(
@@ -270,5 +277,5 @@ OBJECTIVE = Objective(
     rows=_rows,
     settings_of_data=_settings,
     has_aux=True,
-    drawing=Drawing(_dataset, _num_samples, drawn_by, _digests, has_copy),
+    drawing=Drawing(_dataset, _num_samples, drawn_by, _digests, has_copy, _judges),
 )

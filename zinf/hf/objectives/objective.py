@@ -13,6 +13,7 @@ from zinf.core.config import Config
 from zinf.core.rollouts import Rollouts
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
+from zinf.hf.judge import Judge
 from zinf.hf.model import Batch, Model, Params, load
 from zinf.hf.samples import Tokenizing
 
@@ -87,6 +88,7 @@ class Drawing:
         by: `(rollouts, engine, config) -> rollouts` that the engine draws.
         digests: `config -> digests` of other files that decide the numbers of a run.
         has_copy: `config -> whether` the reference is a second copy of the model.
+        judges: `config -> reward models`, which are not opened.
     """
 
     dataset: Callable[[Model, Config], Rollouts]
@@ -94,6 +96,7 @@ class Drawing:
     by: Callable[[Rollouts, ModelEngine, Config], Rollouts]
     digests: Callable[[Config], Mapping[str, str]]
     has_copy: Callable[[Config], bool]
+    judges: Callable[[Config], tuple[Judge, ...]]
 
 
 def tokens_spec(*shape: int) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,96 @@
+"""Frozen models beside the one in training: the reference, and reward models.
+
+All are engines of one process, and the budgets hold for all together: frozen models are
+placed first, one after the other, and the model in training gets what they leave.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from zinf.core.config import Config
+from zinf.core.machine.beside import in_own_folders, within
+from zinf.core.machine.resources import Resources
+from zinf.core.plan import InfeasibleError, Shortage, show_bytes
+from zinf.core.program import Tier
+from zinf.distributed import Alone
+from zinf.hf.engine import ModelEngine
+
+# Of what is left of the budgets of device and host, the most that a frozen model may
+# hold; training needs several times the bytes of the weights.
+SHARE = 4
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """An engine that trains nothing. `close` frees it.
+
+    Attributes:
+        title: what it is, such as "the reference".
+        held_bytes: the most that it holds while it runs, by tier.
+        budgets: what was left for it and for all that is placed after it.
+    """
+
+    title: str
+    engine: ModelEngine
+    held_bytes: Mapping[Tier, int]
+    budgets: Mapping[Tier, int]
+
+    def brief(self) -> str:
+        """The bytes that the model holds, in a line."""
+        held = [f"{show_bytes(n)} of {t}" for t, n in self.held_bytes.items() if n]
+        return f"{self.title} ({self.engine.model.name}) holds {', '.join(held)}"
+
+    def beside(self, config: Config) -> Config:
+        """The config of what is placed next, with the budgets that this leaves.
+
+        Raises:
+            InfeasibleError: it leaves nothing.
+        """
+        short = {
+            tier: Shortage(self.budgets[tier], self.held_bytes[tier], self.title)
+            for tier in (Tier.DEVICE, Tier.HOST)
+            if self.held_bytes[tier] >= self.budgets[tier]
+        }
+        if short:
+            raise InfeasibleError(short, self.budgets)
+        left = {t: max(1, n - self.held_bytes[t]) for t, n in self.budgets.items()}
+        return within(config, left)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def place(
+    title: str,
+    config: Config,
+    mesh: Mesh,
+    run: Callable[[Config], ModelEngine],
+    *,
+    number: int,
+) -> Frozen:
+    """A frozen model within its share of what a config has left.
+
+    Args:
+        title: see `Frozen`.
+        run: opens the engine with a config, and runs the largest batch that it will
+            ever get.
+        number: of the models that are placed beside each other, from 1.
+
+    Raises:
+        InfeasibleError: it does not fit its share.
+    """
+    budgets = Resources(config, mesh, Alone()).capacity
+    most = {
+        tier: n if tier is Tier.NVME else max(1, n // SHARE)
+        for tier, n in budgets.items()
+    }
+    try:
+        engine = run(within(in_own_folders(config.told(), number), most))
+    except InfeasibleError as error:
+        reason = f"This is {title}, which may have 1/{SHARE} of what is left of each"
+        raise error.because([f"{reason} budget."]) from None
+    peaks = engine.plan.peak_bytes
+    held = {t: max(peaks[t], engine.stores.peak_bytes(t)) for t in Tier}
+    return Frozen(title, engine, held, budgets)
