@@ -16,6 +16,7 @@ NAMES = [
     "4_plan_70b",
     "5_experts",
     "6_finetune_lora",
+    "7_rewards",
 ]
 NOTEBOOKS = [ROOT / f"scripts/notebooks/{name}.ipynb" for name in NAMES]
 # Places of the machine on which a notebook was executed.
