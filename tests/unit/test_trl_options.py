@@ -1,4 +1,4 @@
-"""`zinf finetune` takes the command lines of TRL's users, or says why not."""
+"""Commands take the lines of users of TRL and axolotl, or say why not."""
 
 import shlex
 
@@ -8,7 +8,14 @@ import typer.main
 from zinf.cli import app, trl
 from zinf.cli.options import FINETUNE
 from zinf.cli.trl import AXOLOTL as AXOLOTL_NAMES
-from zinf.cli.trl import KEYS, OTHERWISE, REFUSED, RENAMED, translated
+from zinf.cli.trl import (
+    KEYS,
+    KEYS_OF_GRPO,
+    OTHERWISE,
+    REFUSED,
+    RENAMED,
+    translated,
+)
 from zinf.core.config import Config
 from zinf.core.optim.transforms.schedules import schedule_of
 
@@ -62,12 +69,21 @@ LINES = {
     "moments in pages": "m --optim paged_adamw_32bit",
     "another optimizer": "m --optim adafactor",
     "another checkpoint": "m --resume-from-checkpoint out/checkpoint-10",
+    "a key of zinf grpo": "m --delta 2",
     "unknown": "m --no-such-option 3",
+}
+OF_GRPO = {
+    "TRL's grpo.py": """--model_name_or_path Qwen/Qwen2-0.5B-Instruct --data a.jsonl
+--output_dir tuned --reward_funcs r.py:correct r.py:short --reward_weights 1 0.5
+--num_generations 8 --max_completion_length 64 --loss_type dr_grpo --beta 0.04
+--delta 2 --shuffle_dataset False --use_vllm --vllm_mode colocate --log_completions
+--per_device_train_batch_size 8 --gradient_accumulation_steps 2 --use_peft""",
+    "prompts that are cut": "m --reward r.py:correct --max_prompt_length 512",
 }
 
 
-def own_options():
-    return trl.own_options(typer.main.get_command(app).commands["finetune"])
+def own_options(command="finetune"):
+    return trl.own_options(typer.main.get_command(app).commands[command])
 
 
 @pytest.mark.parametrize("option", FINETUNE.values(), ids=FINETUNE)
@@ -83,8 +99,10 @@ def test_an_option_sets_a_key_that_the_config_has(option):
 
 
 def test_each_line_becomes_options_of_zinf_or_a_reason(golden):
-    own, found = own_options(), []
-    for title, line in LINES.items():
+    lines = [(own_options(), *line) for line in LINES.items()]
+    lines += [(own_options("grpo"), *line) for line in OF_GRPO.items()]
+    found = []
+    for own, title, line in lines:
         said = []
         try:
             arguments = shlex.join(translated(shlex.split(line), own, say=said.append))
@@ -95,9 +113,12 @@ def test_each_line_becomes_options_of_zinf_or_a_reason(golden):
 
 
 def test_no_name_has_two_meanings_and_all_lead_somewhere():
-    own = {name.removeprefix("--") for name in own_options()}
+    names = {*own_options(), *own_options("grpo")}
+    own = {name.removeprefix("--") for name in names}
     assert {*RENAMED.values()} <= own
-    tables = [*AXOLOTL_NAMES, *RENAMED, *KEYS, *OTHERWISE, *REFUSED]
+    keys = {key.removeprefix("grpo.") for key in KEYS_OF_GRPO.values()}
+    assert keys <= {*Config.section_at("grpo", {}).model_fields}
+    tables = [*AXOLOTL_NAMES, *RENAMED, *KEYS, *KEYS_OF_GRPO, *OTHERWISE, *REFUSED]
     assert len({*tables}) == len(tables) and own.isdisjoint(tables)
 
 

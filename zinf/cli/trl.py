@@ -1,7 +1,7 @@
-"""Options of `zinf finetune` by the names that TRL's scripts and axolotl give them.
+"""Options of `zinf finetune` and `zinf grpo` by the names of TRL's scripts and axolotl.
 
-The names are those of TRL 0.24's `SFTConfig`, `DPOConfig`, `ModelConfig` and
-`ScriptArguments`, of `transformers.TrainingArguments`, and of the keys of axolotl's
+The names are those of TRL 0.24's `SFTConfig`, `DPOConfig`, `GRPOConfig`, `ModelConfig`
+and `ScriptArguments`, of `transformers.TrainingArguments`, and of the keys of axolotl's
 configs. They are written with dashes or underscores.
 """
 
@@ -36,6 +36,7 @@ RENAMED = {
     "lora-r": "lora",
     "lora-target-modules": "target-modules",
     "lora-modules-to-save": "modules-to-save",
+    "reward-funcs": "reward",
 }
 # Keys of the config.
 KEYS = {
@@ -48,6 +49,16 @@ KEYS = {
     "seed": "run.seed",
     "val-set-size": "data.validation_fraction",
     "center-rewards-coefficient": "data.center_rewards_coefficient",
+}
+# Keys of the config of `zinf grpo` alone.
+KEYS_OF_GRPO = {
+    name.replace("_", "-"): f"grpo.{name}"
+    for name in (
+        *("generation_batch_size", "shuffle_dataset", "repetition_penalty", "delta"),
+        *("top_entropy_quantile", "use_bias_correction_kl", "reward_timeout"),
+        *("sapo_temperature_neg", "sapo_temperature_pos", "sync_ref_model"),
+        *("ref_model_mixup_alpha", "ref_model_sync_steps"),
+    )
 }
 # Options that have no effect, as zinf has its own way. The run goes on.
 OTHERWISE = {
@@ -74,6 +85,12 @@ OTHERWISE = {
     "eval-strategy": "evaluations are every --eval-steps, with --eval-data",
     "save-strategy": "checkpoints are every --save-steps, and at the end",
     "logging-strategy": "metrics.jsonl has a line for each step",
+    "use-vllm": "completions are drawn by the engine that trains",
+    "vllm-mode": "completions are drawn by the engine that trains",
+    "vllm-gpu-memory-utilization": "the plan says what rests on the device",
+    "log-completions": "OUTPUT.run/completions.jsonl has all of them",
+    "num-completions-to-print": "OUTPUT.run/completions.jsonl has all of them",
+    "ds3-gather-for-generation": "weights are streamed as in training",
 }
 # Options that are refused: without them the run would be another one.
 REFUSED = {
@@ -102,6 +119,8 @@ REFUSED = {
     "tensorboard.",
     "special-tokens": "Set them in tokenizer_config.json, beside the model.",
     "ref-model": "The reference is the model as it was.",
+    "max-prompt-length": "Prompts of zinf grpo are not cut: --too-long drop leaves out "
+    "those that have no room for --max-completion-length beside them.",
     "precompute-ref-log-probs": "zinf always does so: leave it out.",
 }
 # TRL's and transformers' defaults, where one of several options is given.
@@ -118,6 +137,8 @@ OPTIMIZERS = {
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 # Values of axolotl's `adapter`, and what TRL's users ask for with each.
 ADAPTERS = {"lora": ("use-peft",), "qlora": ("use-peft", "load-in-4bit")}
+# Options that TRL gives several words, and zinf one each time.
+SEVERAL = {"target-modules", "modules-to-save", "reward", "reward-weights"}
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -147,7 +168,7 @@ def translated(
     """The arguments with TRL's options as zinf's.
 
     Args:
-        args: what is behind `zinf finetune`.
+        args: what is behind `zinf finetune` or `zinf grpo`.
         own: the options that zinf has, such as "--data", and whether they are flags.
         say: told of options that have no effect.
 
@@ -200,6 +221,8 @@ class _Options:
             self._add_own(new if option else "", values)
         elif name in KEYS:
             self.set(KEYS[name], *values)
+        elif name in KEYS_OF_GRPO and "--reward" in self.own:
+            self.set(KEYS_OF_GRPO[name], *values)
         elif name in OTHERWISE:
             self.say(f"--{name}: has no effect: {OTHERWISE[name]}.")
         elif name in REFUSED:
@@ -227,7 +250,7 @@ class _Options:
             self.done += values
         elif name == "target-modules" and values == ["all-linear"]:
             return  # As without the option.
-        elif len(values) > 1 and name in ("target-modules", "modules-to-save"):
+        elif len(values) > 1 and name in SEVERAL:
             self.done += [word for value in values for word in (f"--{name}", value)]
         else:
             self.done += [f"--{name}", *values]
