@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 import typer.main
 import yaml
 from rich.text import Text
@@ -26,6 +27,7 @@ from tests.runs import Runs
 from tests.tiers import stage_3
 from zinf.checkpoint import Saved
 from zinf.cli import app
+from zinf.cli.errors import clean_errors
 from zinf.cli.gpt_task import gpt_config
 from zinf.core.config import Config
 from zinf.core.interchange import find
@@ -590,3 +592,15 @@ def test_help_shows_all_that_its_texts_say() -> None:
         texts = [command.help, *(getattr(p, "help", None) for p in command.params)]
         for text in filter(None, texts):
             assert Text.from_markup(text).plain == text, name
+
+
+def test_an_error_has_its_notes_but_those_on_frames_of_jax_and_grain(capsys) -> None:
+    error = ValueError("what was asked")
+    error.add_note("in instruction #3")
+    error.add_note(
+        "--------------------\nFor simplicity, Grain has removed its internal frames "
+        "from the traceback of the following exception."
+    )
+    with pytest.raises(typer.Exit), clean_errors(False):
+        raise error
+    assert capsys.readouterr().err == "error: what was asked\nin instruction #3\n"

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Given = ParamSpec("Given")
 DOES_NOT_FIT = DIFFERS = 1
 USER_ERROR = 2
+# In notes of jax and Grain, of which frames a traceback does not have.
+OF_FRAMES = "has removed its internal frames"
 OUTPUT_MEANT = "Look at the drive of standard output, and at that of other files."
 
 
@@ -78,7 +80,8 @@ def clean_errors(
                 raise typer.Exit(code) from None
         if traceback or not _is_users(error):
             raise
-        lines = [str(error), *getattr(error, "__notes__", ())]
+        notes = getattr(error, "__notes__", ())
+        lines = [str(error), *(note for note in notes if OF_FRAMES not in note)]
         if isinstance(error, OSError) and error.errno and error.filename is None:
             lines.append(f"The system names no file. {OUTPUT_MEANT}")
         complain(f"{prefix}error: " + "\n".join(lines))
