@@ -92,11 +92,12 @@ def check_length(
 ) -> None:
     """Raise if a prompt of so many tokens may become longer than the model allows."""
     if max_length is not None and length + max_new_tokens > max_length:
+        room = max_length - length
+        lower = f", or lower max_new_tokens to at most {room:,}" if room > 0 else ""
         raise ValueError(
             f"{name} has {length:,} tokens, and with max_new_tokens = "
             f"{max_new_tokens:,} they are more than the {max_length:,} that the model "
-            "was made for. Shorten the prompt, or lower max_new_tokens to at most "
-            f"{max(0, max_length - length):,}."
+            f"was made for. Shorten the prompt{lower}."
         )
 
 

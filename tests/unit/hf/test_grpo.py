@@ -23,10 +23,12 @@ import torch  # isort: skip
 import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.core.config import Config  # isort: skip
 from zinf.core.plan import InfeasibleError  # isort: skip
 from zinf.core.program import Tier  # isort: skip
 from zinf.core.rollouts import Samples  # isort: skip
 from zinf.hf.judge import load_judge  # isort: skip
+from zinf.hf.objectives.grpo import prompts_of  # isort: skip
 from zinf.hf.prefill import Prefill  # isort: skip
 
 REWARDS = """
@@ -244,6 +246,12 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
             peft_config=peft,
         )
 
+    def from_file():
+        raw = {"model": {"huggingface": str(folder)}, "train_batch_size": 8}
+        raw |= {"data": {"objective": "grpo", "paths": str(tmp_path / "empty.jsonl")}}
+        prompts_of(hf.load(folder), Config.load(raw))
+
+    (tmp_path / "empty.jsonl").touch()
     begun = {"r": 4, "modules_to_save": ["lm_head"]}
     answered = {"prompt": turns("w1", "w2")}
     mistakes = {
@@ -262,6 +270,7 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "no prompt": lambda: make(data=[{"text": "w1"}]),
         "an answer": lambda: make(data=[answered]),
         "a schedule": lambda: make(lr_scheduler_type="polynomial"),
+        "an empty file": from_file,
         "no data": lambda: hf.GRPOTrainer(folder, evens),
     }
     golden.check("grpo.txt", refusals(mistakes, tmp_path))

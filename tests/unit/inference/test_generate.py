@@ -354,6 +354,7 @@ def test_bad_input_is_refused_by_name(engine, small, golden):
         "a negative token": generate([-1]),
         "a token that int32 wraps": generate([2**40 + 7]),
         "too many tokens": generate([1] * 60),
+        "a prompt that fills the model": generate([1] * 64),
         "no new token": generate([1], max_new_tokens=0),
         "draws without a key": generate([1], temperature=0.5),
         "too many keys": generate([1], key=KEYS),

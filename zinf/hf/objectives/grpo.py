@@ -106,7 +106,11 @@ def _prompts_of(
     model: Model, changed: tuple[tuple[Path, int], ...]
 ) -> tuple[Prompt, ...]:
     lines = (line for path, _ in changed for line in records(path))
-    return read_prompts(model, lines)
+    prompts = read_prompts(model, lines)
+    if not prompts:
+        names = ", ".join(str(path) for path, _ in changed)
+        raise ValueError(f"{names}: there is no prompt to read.")
+    return prompts
 
 
 def sizes_of(config: Config) -> Sizes:
