@@ -157,7 +157,8 @@ def _write(
                 if now - began < WINDOW_SECONDS:
                     window = min(2 * window, LAST_WINDOW)
                 rate = (first - begun.done) / (now - start)
-                complain(f"{first:,} of {len(read):,} lines, {rate:,.3g} a second")
+                speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+                complain(f"{first:,} of {len(read):,} lines, {speed} a second")
 
 
 def _with_lists(answers: Answers) -> Answers:

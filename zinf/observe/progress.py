@@ -77,7 +77,8 @@ class Silence(AbstractWriter):
 
 
 def _brief(metrics: Metrics) -> str:
-    text = f"loss {metrics['loss']:.4f}, {_rate(metrics)}"
+    reward = f"reward {metrics['reward']:.3g}, " if "reward" in metrics else ""
+    text = f"loss {metrics['loss']:.4f}, {reward}{_rate(metrics)}"
     if "evaluation_loss" in metrics:
         text += f", evaluation {metrics['evaluation_loss']:.4f}"
     return text
@@ -85,6 +86,8 @@ def _brief(metrics: Metrics) -> str:
 
 def _full(metrics: Metrics) -> str:
     parts = [f"loss {metrics['loss']:.4f}"]
+    if "reward" in metrics:
+        parts.append(f"reward {metrics['reward']:.3g}")
     if metrics["grad_norm"] is not None:
         parts.append(f"gradient norm {metrics['grad_norm']:.3g}")
     if metrics["learning_rate"] is not None:

@@ -234,6 +234,7 @@ def test_without_a_terminal_a_plain_line_comes_every_few_steps(golden: Golden) -
         "resumed": (range(6, 9), {"num_steps": 8, "log_every": 9, "after_step": 5}, {}),
         "an evaluation": (range(1, 3), {"num_steps": 9, "log_every": 9}, {2: 1.5}),
         "samples": (range(1, 2), {"num_steps": 2}, {}),
+        "rewards": (range(1, 2), {"num_steps": 2}, {}),
     }
     texts = []
     for name, (steps, settings, evaluated) in runs.items():
@@ -242,7 +243,8 @@ def test_without_a_terminal_a_plain_line_comes_every_few_steps(golden: Golden) -
         for step in steps:
             loss = {"evaluation_loss": evaluated[step]} if step in evaluated else {}
             rate = {"samples_per_second": 9.0} if name == "samples" else {}
-            progress.write(metrics_of(step) | loss | rate)
+            reward = {"reward": -8.25} if name == "rewards" else {}
+            progress.write(metrics_of(step) | loss | rate | reward)
         progress.write(metrics_of(8, grad_norm=None, learning_rate=None, skipped=True))
         progress.close()
         texts.append(f"{name}\n{file.getvalue()}")
@@ -252,11 +254,14 @@ def test_without_a_terminal_a_plain_line_comes_every_few_steps(golden: Golden) -
 def test_on_a_terminal_there_is_a_bar_and_text_goes_above_it(capsys) -> None:
     file = Terminal()
     progress = Progress(num_steps=4, after_step=1, file=file)
-    progress.write(metrics_of(2, evaluation_loss=0.125))
+    progress.write(metrics_of(2, evaluation_loss=0.125, reward=0.5))
     progress.say("saved")
     progress.close()
     shown = file.getvalue()
-    assert "2/4" in shown and "loss 3.0000, 200 tokens/s, evaluation 0.1250" in shown
+    assert (
+        "2/4" in shown
+        and "loss 3.0000, reward 0.5, 200 tokens/s, evaluation 0.1250" in shown
+    )
     assert "\nsaved\n" in shown.replace("\r", "\n")
     quiet = Silence()
     quiet.write(metrics_of(1))
