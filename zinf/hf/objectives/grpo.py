@@ -255,6 +255,8 @@ def _settings(model: Model, config: Config) -> dict[str, Any]:
     prompts = prompts_of(model, config)
     length = longest(prompts, config)
     if model.max_length is not None and length > model.max_length:
+        if config.data.treatment_of_long == "drop":
+            return {"sequence_length": model.max_length}
         first = max(prompts, key=lambda p: len(p.tokens))
         check_room(first, config.grpo.max_completion_length, model.max_length)
     return {"sequence_length": length}
