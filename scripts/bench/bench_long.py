@@ -93,7 +93,8 @@ def _train(
             metrics = engine.step(batch)
             steps.append((float(metrics["loss"]), time.perf_counter() - began))
         used = int(metrics["device_bytes"])
-        blocks = max(s.row_blocks for s in engine._runners.current.passes.program.segments)
+        program = engine._runners.current.passes.program
+        blocks = max(segment.row_blocks for segment in program.segments)
     gc.collect()
     return used, blocks, steps
 
