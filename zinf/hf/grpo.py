@@ -1,5 +1,6 @@
 """`zinf.hf.GRPOTrainer`: from rewards, with the names and defaults of TRL's trainer."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -15,6 +16,7 @@ from zinf.core.config.grpo import Grpo
 from zinf.core.config.load import override, raw_config
 from zinf.core.config.nearest import did_you_mean
 from zinf.core.engine.initialize import ConfigSource
+from zinf.core.interchange.names import listed
 from zinf.core.machine.devices import on_devices
 from zinf.core.optim.transforms.factory import build_schedule
 from zinf.core.rollouts.calls import Reward
@@ -28,6 +30,7 @@ from zinf.hf.objectives.grpo import drawn_by, longest, read_prompts, rollouts_of
 from zinf.hf.records import records
 from zinf.hf.task import Task
 
+logger = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 # Arguments of TRL's GRPOConfig that are not of its method: keys of the config, and what
 # TRL has by default.
@@ -86,10 +89,12 @@ class GRPOConfig:
         """Takes the arguments of TRL's `GRPOConfig` by name.
 
         Raises:
-            ValueError: an argument is unknown, or of what zinf does not do.
+            ValueError: an argument is unknown, or asks for something that zinf does
+                not do. One without effect is named in a warning.
         """
         section: dict[str, Any] = {}
         training: dict[str, Any] = {}
+        unused: list[str] = []
         known = {*TRAINING, *COUNTS, *SCHEDULE, *BETAS}
         for name, value in given.items():
             own = name.removeprefix(OF_VLLM)
@@ -97,12 +102,24 @@ class GRPOConfig:
                 section[own] = value
             elif name in known:
                 training[name] = value
+            elif name == "max_prompt_length":
+                raise ValueError(
+                    "Prompts are not cut, so GRPOConfig has no 'max_prompt_length'. "
+                    "Leave it out, and long prompts out of train_dataset."
+                )
             elif name not in OTHERWISE:
                 names = {*Grpo.model_fields, *known}
                 raise ValueError(
                     f"GRPOConfig has no {name!r}.{did_you_mean(name, names)} It has "
                     f"{', '.join(sorted(names))}. Other settings are keys of config=."
                 )
+            elif value:
+                unused.append(name)
+        if unused:
+            logger.warning(
+                f"GRPOConfig ignores {listed(unused)}: zinf has its own way of "
+                "generating, logging and saving memory; see config=."
+            )
         object.__setattr__(self, "section", section)
         object.__setattr__(self, "training", training)
 

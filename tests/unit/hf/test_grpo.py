@@ -256,6 +256,7 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
     answered = {"prompt": turns("w1", "w2")}
     mistakes = {
         "no such argument": lambda: hf.GRPOConfig(num_generation=4),
+        "prompts to be cut": lambda: hf.GRPOConfig(max_prompt_length=4),
         "a group of one": lambda: make(num_generations=1),
         "groups that do not divide": lambda: make(num_generations=3),
         "no room": lambda: make(max_completion_length=32),
@@ -274,3 +275,9 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "no data": lambda: hf.GRPOTrainer(folder, evens),
     }
     golden.check("grpo.txt", refusals(mistakes, tmp_path))
+
+
+def test_arguments_of_trl_without_effect_are_named(caplog):
+    hf.GRPOConfig(use_vllm=True, report_to="wandb", log_completions=False)
+    (record,) = caplog.records
+    assert "ignores use_vllm, report_to" in record.getMessage()
