@@ -42,6 +42,10 @@ class Option:
         return Parameter(name, Parameter.KEYWORD_ONLY, **named)
 
 
+_RATE = (
+    "Of AdamW, at most: after 3% of warm-up (none in one or two steps) it falls to "
+    "zero, as the linear schedule of transformers does. "
+)
 _LOW = ", ".join(name for name, x in FINETUNED.items() if x.rate < 1)
 FINETUNE = {
     "steps": Option(
@@ -50,9 +54,7 @@ FINETUNE = {
     "learning_rate": Option(
         "optimizer.params.lr",
         float,
-        "Of AdamW, at most: after 3% of warm-up (none in one or two steps) it falls to "
-        "zero, as the linear schedule of transformers does. 1e-5 if absent, 2e-4 "
-        f"with adapters, a tenth for {_LOW}.",
+        f"{_RATE}1e-5 if absent, 2e-4 with adapters, a tenth for {_LOW}.",
     ),
     "sequence_length": Option(
         "data.sequence_length",
@@ -144,11 +146,16 @@ FINETUNE = {
 }
 
 _OF_GRPO = (
-    *("steps", "learning_rate", "sequence_length", "too_long", "nvme", "lora"),
+    *("steps", "sequence_length", "too_long", "nvme", "lora"),
     *("lora_alpha", "lora_dropout", "target_modules", "modules_to_save"),
     *("use_rslora", "use_dora", "base_encoding", "adapter", "resume"),
 )
 GRPO = {name: FINETUNE[name] for name in _OF_GRPO} | {
+    "learning_rate": Option(
+        "optimizer.params.lr",
+        float,
+        f"{_RATE}1e-6 if absent, 2e-5 with adapters.",
+    ),
     "algorithm": Option("grpo.algorithm", str, "grpo or rloo.", default="grpo"),
     "num_generations": Option(
         "grpo.num_generations", int, "Completions of a prompt; 8 if absent."
