@@ -25,6 +25,7 @@ from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
 from zinf.inference.decoder import Decoder, checked_all, checked_apply
+from zinf.inference.early import each_changed
 from zinf.inference.sampling import Sampling
 from zinf.inference.scores import Scores
 
@@ -296,20 +297,29 @@ class GenerationPlanner:
         tokens_BS, starts_B, joins_B = (batch[n] for n in ("tokens", "starts", "joins"))
         old = batch["cache"]
         fresh = self.decoder.init_cache(starts_B, length)
-        logits_BV, model = checked_apply(self.decoder, *trees, tokens_BS, fresh)
+
+        def joined(old: Any, axis: int) -> Callable[[Any], Any]:
+            def change(new: Any) -> Any:
+                if axis == NO_AXIS:
+                    return new
+                return jnp.where(along(joins_B, axis, old.ndim), new, old)
+
+            return change
+
+        # A leaf of the cache is written by the segment that computes it.
+        changes = jax.tree.map(joined, old, axes)
+        read = partial(checked_apply, self.decoder)
+        given = *trees, tokens_BS, fresh
+        logits_BV, model = each_changed(
+            read, given, (lambda logits: logits, changes[MODEL])
+        )
         new = {MODEL: model}
         if SEEN in old:
             is_token = jnp.arange(tokens_BS.shape[1])[None] >= starts_B[:, None]
             rows = jnp.arange(len(tokens_BS))[:, None]
             none = jnp.zeros(old[SEEN].shape, np.bool_)
-            new[SEEN] = none.at[rows, tokens_BS].max(is_token)
-
-        def joined(old: Any, new: Any, axis: int) -> Any:
-            if axis == NO_AXIS:
-                return new
-            return jnp.where(along(joins_B, axis, old.ndim), new, old)
-
-        return logits_BV, jax.tree.map(joined, old, new, axes)
+            new[SEEN] = changes[SEEN](none.at[rows, tokens_BS].max(is_token))
+        return logits_BV, new
 
     def _step(self, *arguments: Any) -> tuple[Any, Any]:
         """`(params[, model_state], batch) -> (results, new cache)`; see `draw`."""
