@@ -16,6 +16,7 @@ from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import (
     AllowChanged,
     WeightBits,
+    WholeModel,
     embed,
     evaluate,
     generate,
@@ -54,6 +55,15 @@ app.command()(embed)
 app.command()(quantize)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
+TunedModel = Annotated[Path, typer.Option(help="Folder for the tuned model.")]
+Merge = Annotated[
+    bool,
+    typer.Option(
+        "--merge/--no-merge",
+        help="Write the model with its adapters added to OUTPUT, and the adapters to "
+        "OUTPUT.adapter; else the adapters alone to OUTPUT.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Set a key of the config; repeatable."),
@@ -192,13 +202,7 @@ def train(
 @app.command(cls=FamiliarCommand)
 @with_options(FINETUNE)
 def finetune(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with config.json, safetensors and tokenizer, or a name on "
-            "the Hugging Face hub."
-        ),
-    ],
+    model: WholeModel,
     data: Annotated[
         list[Path],
         typer.Option(
@@ -206,17 +210,10 @@ def finetune(
             "conversations (ShareGPT) or instruction and output (Alpaca); repeatable."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the tuned model.")],
+    output: TunedModel,
     epochs: Annotated[float, typer.Option(help="How often each sample is used.")] = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge/--no-merge",
-            help="Write the model with its adapters added to OUTPUT, and the adapters "
-            "to OUTPUT.adapter; else the adapters alone to OUTPUT.",
-        ),
-    ] = True,
+    merge: Merge = True,
     allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
@@ -247,13 +244,7 @@ def finetune(
 @app.command(cls=FamiliarCommand)
 @with_options(GRPO)
 def grpo(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with config.json, safetensors and tokenizer, or a name on "
-            "the Hugging Face hub."
-        ),
-    ],
+    model: WholeModel,
     data: Annotated[
         list[Path],
         typer.Option(
@@ -269,20 +260,13 @@ def grpo(
             "name; repeatable."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder for the tuned model.")],
+    output: TunedModel,
     epochs: Annotated[float, typer.Option(help="How often each prompt is used.")] = 1.0,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Completions of a step; those of a prompt if absent."),
     ] = None,
-    merge: Annotated[
-        bool,
-        typer.Option(
-            "--merge/--no-merge",
-            help="Write the model with its adapters added to OUTPUT, and the adapters "
-            "to OUTPUT.adapter; else the adapters alone to OUTPUT.",
-        ),
-    ] = True,
+    merge: Merge = True,
     allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,

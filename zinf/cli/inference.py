@@ -14,6 +14,13 @@ ModelName = Annotated[
         "adapter, or a name on the Hugging Face hub."
     ),
 ]
+WholeModel = Annotated[
+    str,
+    typer.Argument(
+        help="A folder with config.json, safetensors and tokenizer, or a name on "
+        "the Hugging Face hub."
+    ),
+]
 Base = Annotated[
     str | None,
     typer.Option(help="The model that an adapter is for; else the one it names."),
@@ -411,13 +418,7 @@ def embed(
 
 
 def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A folder with config.json, safetensors and tokenizer, or a name on "
-            "the Hugging Face hub."
-        ),
-    ],
+    model: WholeModel,
     output: Annotated[
         Path,
         typer.Option(help="Folder for the model; it appears only when it is complete."),

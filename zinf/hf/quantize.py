@@ -23,7 +23,6 @@ from zinf.adapt.adapted import ADAPTER
 from zinf.adapt.choose import module_of
 from zinf.adapt.contraction import Found
 from zinf.adapt.record import GRAM, contractions_of, is_matrix, recording
-from zinf.checkpoint.grid import whole_box
 from zinf.core.config import Config
 from zinf.core.config.precision import BF16, FP16, DataTypes
 from zinf.core.engine.initialize import ConfigSource
@@ -41,6 +40,7 @@ from zinf.hf.export import METADATA, ExportedWeights, save_small_files
 from zinf.hf.model import Model
 from zinf.hf.module import read_quantization
 from zinf.hf.quantized.compressed_tensors import parts_of, section_of
+from zinf.hf.quantized.packed import read_floats, read_whole
 from zinf.hf.quantized.rounding import DAMPING, Grid, Rounded, gptq, nearest
 from zinf.hf.samples import Tokenizing
 
@@ -321,11 +321,11 @@ def _rounded(
     say: Say,
 ) -> Rounded:
     """A weight, rounded by gptq if there are sums over inputs, else to the nearest."""
-    weight = _whole(weights, path).astype(np.float32)
+    weight = read_floats(weights, path)
     if sums is None:
         return nearest(weight, grid)
     try:
-        rounded = gptq(weight, _whole(sums, f"{ADAPTER}/{path}/{GRAM}"), grid)
+        rounded = gptq(weight, read_whole(sums, f"{ADAPTER}/{path}/{GRAM}"), grid)
     except ValueError as error:
         raise ValueError(
             f"gptq cannot round {path}: {error}. Give more texts or other ones, or "
@@ -336,10 +336,6 @@ def _rounded(
         more = f", with {rounded.damping:g} of the mean diagonal added, not {DAMPING:g}"
     say(f"{path} is rounded{more}")
     return rounded
-
-
-def _whole(tensors: AbstractTensors, name: str) -> np.ndarray:
-    return np.array(tensors.read(name, whole_box(tensors.specs[name].shape)))
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class Rows(Packed):
         if self.bits:
             # Codes of signed numbers are stored from 0 on.
             values -= 2 ** (self.bits - 1)
-        scales = self._of_rows(read_floats(files, self._part(SCALE) or ""), low, high)
+        scales = self._of_rows(read_floats(files, self.parts[1]), low, high)
         groups = self._groups(files, scales.shape[1])
         zeros = self._zeros(files, low, high)
         if zeros is not None:
