@@ -8,10 +8,8 @@ while the engine scores the tokens by the program of training. All that a loss w
 in the batch, so no number depends on microbatches or devices.
 """
 
-import json
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -25,123 +23,36 @@ import numpy as np
 from zinf.core.config.grpo import Grpo
 from zinf.core.engine.engine import Engine
 from zinf.core.rl import (
-    PolicyLoss,
     difference_metrics,
     entropy_mask,
     grpo_advantages,
     importance_correction,
     is_truncated,
-    metric_values,
     reward_metrics,
     rloo_advantages,
     token_rows,
     token_weights,
     with_kl,
 )
-from zinf.core.rollouts.calls import (
-    AbstractRewardModel,
-    Rewarded,
-    Rewards,
-    Samples,
+from zinf.core.rollouts.calls import AbstractRewardModel, Rewarded, Rewards, Samples
+from zinf.core.rollouts.sizes import (
+    Prompt,
+    Sizes,
+    batch_names,
+    batch_spec,
+    check_room,
+    scores_by_trainer,
 )
+from zinf.core.rollouts.texts import Told
 from zinf.core.trainer import Hook
 from zinf.data import AbstractForeseen
 from zinf.inference import Scored
-from zinf.observe import JsonLines
 
 Arrays = dict[str, np.ndarray]
 Score = Callable[[Arrays], np.ndarray]
 IGNORED = -100
 # Folded into the key of draws of completions: other draws use the same seed.
 SALT = 0x524C
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt of the data.
-
-    Attributes:
-        tokens: int32 (T,).
-        shown: what reward functions get: a text, or a conversation as messages.
-        columns: the other fields of its record, for reward functions.
-        where: the place of the record, for messages.
-    """
-
-    tokens: np.ndarray
-    shown: Any
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    where: str = "a prompt"
-
-
-def policy_loss(settings: Grpo) -> PolicyLoss:
-    """The loss that a `grpo` section asks for, without the weights of tokens."""
-    is_rloo = settings.algorithm == "rloo"
-    return PolicyLoss(
-        loss_type="grpo" if is_rloo else settings.loss_type,
-        importance_sampling_level=(
-            "sequence_product" if is_rloo else settings.importance_sampling_level
-        ),
-        epsilon=settings.epsilon,
-        epsilon_high=settings.epsilon_high,
-        delta=settings.delta,
-        # RLOO has the divergence in the reward.
-        beta=0.0 if is_rloo else settings.beta,
-        use_bias_correction_kl=settings.use_bias_correction_kl,
-        sapo_temperature_pos=settings.sapo_temperature_pos,
-        sapo_temperature_neg=settings.sapo_temperature_neg,
-    )
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How many completions there are at once, of which steps are made.
-
-    Attributes:
-        batch: completions of a step.
-        drawn: completions that are drawn at once.
-        group: completions of a prompt.
-    """
-
-    batch: int
-    drawn: int
-    group: int
-
-    @classmethod
-    def of(cls, settings: Grpo, *, batch: int, num_microbatches: int) -> "Sizes":
-        """The sizes that a section asks for.
-
-        Raises:
-            ValueError: they do not divide each other.
-        """
-        drawn = settings.generation_batch_size
-        if drawn is None:
-            count = settings.steps_per_generation or num_microbatches
-            drawn = batch // num_microbatches * count
-        group, how = settings.num_generations, "grpo.generation_batch_size"
-        if settings.generation_batch_size is None:
-            how = "train_batch_size times grpo.steps_per_generation"
-        if drawn % batch:
-            raise ValueError(
-                f"{drawn} completions are drawn at once, which is no multiple of the "
-                f"{batch} of a step. Set grpo.steps_per_generation to a multiple of "
-                f"the microbatches of a step, {num_microbatches}."
-            )
-        if drawn % group:
-            raise ValueError(
-                f"{drawn} completions are drawn at once ({how}), which are no groups "
-                f"of {group} (grpo.num_generations). Use a multiple of {group}."
-            )
-        return cls(batch, drawn, group)
-
-    @property
-    def num_prompts(self) -> int:
-        return self.drawn // self.group
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that use each drawn completion once."""
-        return self.drawn // self.batch
 
 
 class Rollouts(grain.IterDataset):
@@ -202,7 +113,7 @@ class Rollouts(grain.IterDataset):
             model.check([p.shown for p in prompts], places)
         self._engine: Engine | None = None
         self._reference: Score | None = None
-        self.told = _Told(texts)
+        self.told = Told(texts)
 
     def of(
         self,
@@ -255,57 +166,6 @@ class Rollouts(grain.IterDataset):
 
     def __iter__(self) -> "RolloutsIterator":
         return RolloutsIterator(self)
-
-
-def check_room(prompt: Prompt, max_completion_length: int, length: int) -> None:
-    """Refuse a prompt that has no room for a completion.
-
-    Raises:
-        ValueError: see above.
-    """
-    count = len(prompt.tokens)
-    if count + max_completion_length > length:
-        raise ValueError(
-            f"{prompt.where}: the prompt has {count:,} tokens, and with "
-            f"grpo.max_completion_length = {max_completion_length:,} they are more "
-            f"than the {length:,} of a row (data.sequence_length, or what the model "
-            "was made for). Shorten the prompt, lower max_completion_length, or raise "
-            "data.sequence_length."
-        )
-
-
-def scores_by_trainer(settings: Grpo, sizes: Sizes) -> bool:
-    """Whether tokens are scored by the program of training before the first step."""
-    is_used_again = sizes.num_steps * settings.num_iterations > 1
-    in_reward = settings.algorithm == "rloo" and settings.beta > 0
-    return is_used_again or in_reward or settings.importance_sampling_correction
-
-
-def batch_names(settings: Grpo, sizes: Sizes) -> tuple[str, ...]:
-    """The leaves (rows, tokens - 1) of a batch, beside tokens and labels."""
-    policy = policy_loss(settings)
-    corrects = settings.importance_sampling_correction
-    drops = settings.top_entropy_quantile < 1
-    return (
-        "weights",
-        "advantages",
-        *("old_logps",) * (sizes.num_steps * settings.num_iterations > 1),
-        *("ref_logps",) * (policy.beta > 0),
-        *("policy_weights",) * (corrects or drops),
-    )
-
-
-def batch_spec(
-    names: Sequence[str], rows: int, length: int, tokens_name: str = "input_ids"
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a batch; `names` are those of `batch_names`."""
-    tokens = jax.ShapeDtypeStruct((rows, length), np.int32)
-    found = dict.fromkeys(names, jax.ShapeDtypeStruct((rows, length - 1), np.float32))
-    found["denominators"] = jax.ShapeDtypeStruct((rows,), np.float32)
-    own = {tokens_name: tokens}
-    if tokens_name == "input_ids":
-        own["labels"] = tokens
-    return own | found
 
 
 class RolloutsIterator(AbstractForeseen):
@@ -596,46 +456,3 @@ def _lines(
         }
         for i in range(len(samples))
     ]
-
-
-class _Told:
-    """Adds metrics of a rollout to those of the next step, and writes its texts.
-
-    Args:
-        path: of the file of texts. If it cannot be written, a warning says so.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._metrics: dict[str, float] = {}
-        self._lines: list[dict[str, Any]] = []
-        self._is_begun = False
-
-    def of_rollout(
-        self, metrics: dict[str, float], lines: list[dict[str, Any]]
-    ) -> None:
-        self._metrics, self._lines = metrics, lines
-
-    def after_step(self, metrics: dict[str, Any]) -> None:
-        """For `Hook`: add metrics to a step's, and write the texts of its rollout."""
-        step = metrics["step"]
-        metrics |= metric_values(metrics.pop("aux", {}))
-        metrics |= self._metrics
-        self._metrics = {}
-        lines = [json.dumps({"step": step} | line) for line in self._lines]
-        self._lines = []
-        if self._path is None:
-            return
-        try:
-            if not self._is_begun:
-                # Lines of steps that this run repeats are moved away.
-                JsonLines(self._path, after_step=step - 1).close()
-                self._is_begun = True
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in lines)
-        except OSError as error:
-            logger.warning(
-                f"Completions are no longer written to {self._path}: {error}. "
-                "Training goes on."
-            )
-            self._path = None

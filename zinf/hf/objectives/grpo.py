@@ -12,7 +12,7 @@ from zinf.core.config import Config
 from zinf.core.rl import PolicyLoss
 from zinf.core.rollouts import Prompt, Rewards, Rollouts, policy_loss
 from zinf.core.rollouts.calls import Reward
-from zinf.core.rollouts.rollouts import Sizes, batch_names, batch_spec, check_room
+from zinf.core.rollouts.sizes import Sizes, batch_names, batch_spec, check_room
 from zinf.data.configured import batch_size
 from zinf.hf.completion import end_tokens, prompt_tokens
 from zinf.hf.engine import ModelEngine
