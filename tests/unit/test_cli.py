@@ -525,14 +525,12 @@ def test_steps_are_measured_and_plans_go_by_them(config, file, tmp_path) -> None
     assert again and bound, shown
     assert 0 < seconds_in(bound[1]) <= seconds_in(again[1])
     by_them = settings(f"rates={rates}")
-    # Another arrangement may be chosen, if it is no slower to speak of.
-    planned = re.search(r"predicted (.*) a step", zinf("plan", file, *by_them).stdout)
-    assert planned and seconds_in(planned[1]) < 1.05 * seconds_in(again[1])
+    plans = [zinf("plan", file, *by_them).stdout]
     slow = json.loads(rates.read_text())
-    slow["link_bytes_per_second"]["nvme read"] = 1e3
+    slow["link_bytes_per_second"]["nvme read"] /= 1e4
     rates.write_text(json.dumps(slow))
-    after = zinf("plan", file, *by_them).stdout
-    assert read_seconds(after) > 1000 * read_seconds(zinf("plan", file).stdout)
+    plans.append(zinf("plan", file, *by_them).stdout)
+    assert read_seconds(plans[1]) > 1000 * read_seconds(plans[0])
     rates.unlink()
     assert "zinf bench step" in zinf("train", file, *by_them, code=2).stderr
     # A step without links is not measured.

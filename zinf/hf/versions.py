@@ -13,6 +13,7 @@ TESTED = {
     "huggingface-hub": ">=2.4,<3",
     "jinja2": ">=3.1.6,<4",
     "safetensors": ">=0.8,<0.9",
+    "scipy": ">=1.14,<2",
     "tokenizers": ">=0.23,<0.24",
     "torch": ">=2.13,<2.14",
     "torchax": "==0.0.14.dev20261026",

@@ -15,11 +15,13 @@ OLD = {"transformers": "5.17.0", "torch": "2.14.1+cpu"}
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Sets the versions that are installed; what is left out is not installed."""
+    """Sets the versions of libraries; those left out keep their own."""
+    real = metadata.version
 
     def install(**others: str) -> None:
-        found = {name: metadata.version(name) for name in versions.TESTED} | others
-        monkeypatch.setattr(metadata, "version", found.__getitem__)
+        monkeypatch.setattr(
+            metadata, "version", lambda name: others.get(name) or real(name)
+        )
 
     return install
 

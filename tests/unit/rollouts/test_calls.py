@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from threading import get_ident
+from threading import Barrier, Event, get_ident
 
 import numpy as np
 import pytest
@@ -47,23 +47,20 @@ def test_functions_get_columns_and_are_summed_by_their_weights():
 
 
 def test_functions_run_beside_the_caller():
-    threads = []
+    threads, goes_on, both = [], Event(), Barrier(2, timeout=30)
 
     def slow(completions, **_):
         threads.append(get_ident())
-        time.sleep(0.1)
+        assert goes_on.wait(30)  # The caller has to go on for that.
         return [0.0] * len(completions)
 
-    async def wait(completions, **_):
-        await asyncio.sleep(0.1)
+    async def meet(completions, **_):
+        both.wait()  # Those that are async wait together.
         return [0.0] * len(completions)
 
-    began = time.perf_counter()
-    call = Rewards([slow, wait, wait]).start(SAMPLES)
-    assert time.perf_counter() - began < 0.1
-    call.result()
-    # Those that wait for others do so together.
-    assert time.perf_counter() - began < 0.3
+    call = Rewards([slow, meet, meet]).start(SAMPLES)
+    goes_on.set()
+    np.testing.assert_array_equal(call.result().total, np.zeros(4))
     assert get_ident() not in threads
 
 
