@@ -68,6 +68,14 @@ def test_a_table_says_what_each_batch_costs_and_makes_nothing(file, tmp_path):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["small.yaml"]
 
 
+def test_lengths_that_are_not_given_leave_room_in_the_model(file):
+    for given, said in (
+        ((), "prompts of 32 tokens and 32 new ones"),
+        (("--max-new-tokens", 10), "prompts of 54 tokens and 10 new ones"),
+    ):
+        assert said in run(file, *given, "--batch-sizes", "1").stdout
+
+
 def test_a_mistake_is_one_clean_message(file):
     for options, message in (
         (("--batch-sizes", "8,many"), "takes whole numbers.*found '8,many'"),

@@ -36,6 +36,8 @@ from zinf.ray.settings import FailureConfig
 # imports come before `clean_errors`: until then an interrupt ends the process at once.
 
 app = typer.Typer(
+    # Tables of rich cut long names of options in a terminal of 80 columns.
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -400,11 +402,21 @@ def plan(
         ),
     ] = False,
     prompt_length: Annotated[
-        int, typer.Option(min=1, help="Tokens of a prompt, with --generate.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a prompt, with --generate; if absent, 512, or as many as "
+            "the model has room for.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a completion, with --generate.")
-    ] = 200,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a completion, with --generate; if absent, 200, or half of "
+            "what the model was made for if that is less.",
+        ),
+    ] = None,
     batch_sizes: Annotated[
         str | None,
         typer.Option(

@@ -33,6 +33,9 @@ from zinf.inference import (
     weight_bytes,
 )
 
+USUAL_PROMPT = 512
+USUAL_COMPLETION = 200
+
 COLUMNS = (
     "batch",
     "mode",
@@ -50,11 +53,36 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompt length, new tokens and batch sizes that a forecast is for."""
+    """What a forecast is for.
 
-    prompt_length: int
-    max_new_tokens: int
+    Attributes:
+        prompt_length, max_new_tokens: tokens; None: the usual ones, or as many as the
+            model has room for.
+        batch_sizes: sequences at once.
+    """
+
+    prompt_length: int | None
+    max_new_tokens: int | None
     batch_sizes: tuple[int, ...]
+
+    def lengths(self, max_length: int | None) -> tuple[int, int]:
+        """The tokens of a prompt and of a completion.
+
+        Args:
+            max_length: the most tokens that the model was made for, if it has a limit.
+
+        Raises:
+            ValueError: the model has no room for them.
+        """
+        new = self.max_new_tokens or USUAL_COMPLETION
+        prompt = self.prompt_length or USUAL_PROMPT
+        if max_length is not None:
+            if self.max_new_tokens is None:
+                new = min(new, max(max_length // 2, 1))
+            if self.prompt_length is None:
+                prompt = min(prompt, max(max_length - new, 1))
+        check_length(prompt, new, max_length, "The prompt")
+        return prompt, new
 
 
 def batch_sizes_of(text: str | None) -> tuple[int, ...]:
@@ -100,13 +128,12 @@ def plan_generation(
 def _print_forecasts(
     name: str, config: Config, mesh: Mesh, machine: Topology | None, asked: Asked
 ) -> int:
-    running = task_of(config).running(bucket(asked.prompt_length))
+    running = task_of(config).running(bucket(asked.prompt_length or USUAL_PROMPT))
     planner = running.planner(mesh=mesh, topology=machine)
     if machine is None:
         planner = measuring(planner)
     decoder = running.decoder(planner)
-    lengths = asked.prompt_length, asked.max_new_tokens
-    check_length(*lengths, decoder.max_length, "The prompt")
+    lengths = asked.lengths(decoder.max_length)
     tell(
         f"{name}: {running.num_parameters:,} parameters, "
         f"{show_bytes(planner.param_bytes)}, "
@@ -132,8 +159,8 @@ def _print_forecasts(
         forecasts(
             generation,
             asked.batch_sizes,
-            prompt_length=asked.prompt_length,
-            max_new_tokens=asked.max_new_tokens,
+            prompt_length=lengths[0],
+            max_new_tokens=lengths[1],
             pace=_pace(config, machine, placed.plan),
         )
     )

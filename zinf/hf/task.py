@@ -254,9 +254,13 @@ class Task:
         )
 
     def running(self, length: int) -> Running:
-        """The model as `zinf generate` opens it, for prompts of so many tokens."""
+        """The model as `zinf generate` opens it, for prompts of so many tokens.
+
+        If it was made for fewer tokens, for so many.
+        """
         assert self.config.model is not None
         model = load_as_stored(str(self.config.model.huggingface))
+        length = min(length, model.max_length or length)
         return running(model, self.config, rows=ROWS, length=length)
 
     def digests(self) -> dict[str, str]:
