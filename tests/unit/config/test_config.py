@@ -197,6 +197,7 @@ def test_every_shipped_config_is_valid_and_asks_for_nothing_unsupported() -> Non
         ("llama_1b_host", 1.1),
         ("pods/gpt3_175b_v5p", 175),
         ("pods/gpt_1t_v5p", 1000),
+        ("pods/mt_nlg_530b_h100", 530),
     ],
 )
 def test_models_are_as_large_as_their_names(name: str, billions: float) -> None:

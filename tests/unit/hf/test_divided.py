@@ -53,10 +53,16 @@ LLAMA = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], 0)
 LLAMA |= {"o_proj": 1, "down_proj": 1}
 # Query, key and value of GPT-2 are one weight, so its attentions are not cut.
 GPT2 = {"c_fc": 1, "c_proj": 0}
+# So it is in BLOOM, which also joins heads and samples in one dimension.
+BLOOM = {"dense_h_to_4h": 0, "dense_4h_to_h": 1}
 
 
 # torch's linear layers keep (out, in); those of GPT-2 (in, out).
-@pytest.mark.parametrize(("make", "dims"), [(llama, LLAMA), (gpt2, GPT2)])
+@pytest.mark.parametrize(
+    ("make", "dims"),
+    [(llama, LLAMA), (gpt2, GPT2), (lambda: config_of("bloom"), BLOOM)],
+    ids=["llama", "gpt2", "bloom"],
+)
 def test_layers_are_cut_by_columns_and_rows_and_losses_stay(make, dims, tmp_path):
     save(make(), tmp_path)
     expected, _ = train(tmp_path, 1, 1)
