@@ -198,6 +198,8 @@ def test_every_shipped_config_is_valid_and_asks_for_nothing_unsupported() -> Non
         ("pods/gpt3_175b_v5p", 175),
         ("pods/gpt_1t_v5p", 1000),
         ("pods/mt_nlg_530b_h100", 530),
+        ("pods/gpt_32t_h100_nvme", 32_000),
+        ("pods/gpt_100t_h100_nvme", 101_500),
     ],
 )
 def test_models_are_as_large_as_their_names(name: str, billions: float) -> None:
