@@ -65,7 +65,6 @@ LATE: dict[str, tuple[str, ...]] = {
         "tqdm",
         "zinf.cli",
         "zinf.core.config",
-        "zinf.distributed",
         "zinf.core.memory",
         "zinf.observe",
     ),

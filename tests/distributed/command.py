@@ -33,7 +33,11 @@ def full(engine: Engine) -> None:
 def nothing(engine: Engine) -> None: ...
 
 
-DEEDS = {deed.__name__: deed for deed in (interrupted, killed, full, nothing)}
+def misread(engine: Engine) -> None:
+    """The files of this process have other weights: see `main`."""
+
+
+DEEDS = {deed.__name__: deed for deed in (interrupted, killed, full, misread, nothing)}
 
 
 def later(read: Callable) -> Callable:
@@ -42,6 +46,10 @@ def later(read: Callable) -> Callable:
         return read(residents, array)
 
     return wait_and_read
+
+
+def plus_one(read: Callable) -> Callable:
+    return lambda *arguments: read(*arguments) + 1
 
 
 def main(deed: str, at_step: str, *arguments: str) -> None:
@@ -58,6 +66,10 @@ def main(deed: str, at_step: str, *arguments: str) -> None:
         return take(engine, batch)
 
     zinf.core.engine.engine.Engine.step = step
+    if deed == "misread":
+        from zinf.hf.weights import StoredWeights
+
+        StoredWeights.read = plus_one(StoredWeights.read)
     if deed != "nothing":
         Residents.read_share = later(Residents.read_share)
     app(list(arguments))

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +26,7 @@ from zinf.cli.options import FINETUNE, GRPO, with_options
 from zinf.cli.trl import FamiliarCommand
 from zinf.core.process.uncollected import uncollected
 from zinf.core.text.complaint import ShownFormatter, tell
-from zinf.distributed import Flags, Limits, find_seat, options
+from zinf.distributed.options import Place, with_place
 from zinf.ray import options as ray_options
 from zinf.ray.settings import FailureConfig
 
@@ -111,6 +110,7 @@ def command_line(
 
 
 @app.command()
+@with_place
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -129,13 +129,6 @@ def train(
         int, typer.Option(min=1, help="Steps that the trace has.")
     ] = 3,
     allow_changed: AllowChanged = None,
-    coordinator: options.Coordinator = None,
-    num_processes: options.NumProcesses = None,
-    process_id: options.ProcessId = None,
-    local_devices: options.LocalDevices = None,
-    join_timeout: options.JoinTimeout = options.DEFAULTS.join_seconds,
-    silence_timeout: options.SilenceTimeout = options.DEFAULTS.silence_seconds,
-    hang_timeout: options.HangTimeout = options.DEFAULTS.hang_seconds,
     ray: ray_options.OnRay = False,
     address: ray_options.Address = None,
     workers: ray_options.Workers = None,
@@ -149,29 +142,30 @@ def train(
         ray_options.FAILURES.preemption_grace_s
     ),
     traceback: ShowTraceback = False,
+    *,
+    place: Place,
 ) -> None:
     """Train the model of a config file.
 
     The exit code is 3 if another process ended the run.
     """
+    from zinf.cli.group import joined
     from zinf.cli.train import train_config
-    from zinf.distributed import join, leave
 
     given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
     if steps is not None:
         given.append(f"run.steps={steps}")
     if metrics is not None:
         given.append(f"run.metrics={json.dumps(str(metrics))}")
-    limits = Limits(join_timeout, silence_timeout, hang_timeout)
     if ray:
         from zinf.cli.train_ray import train_on_ray
 
         with clean_errors(traceback):
             ray_options.check_no_seat(
-                coordinator=coordinator,
-                num_processes=num_processes,
-                process_id=process_id,
-                local_devices=local_devices,
+                coordinator=place.coordinator,
+                num_processes=place.num_processes,
+                process_id=place.process_id,
+                local_devices=place.local_devices,
             )
             train_on_ray(
                 config,
@@ -183,25 +177,18 @@ def train(
                     max_failures, max_preemption_failures, preemption_grace
                 ),
                 address=address,
-                limits=limits,
+                limits=place.limits,
                 allow_changed=allow_changed or (),
             )
         return
     with clean_errors(traceback):
         ray_options.check_absent(workers=workers, min_workers=min_workers)
-        devices = options.device_ids(local_devices)
-        flags = Flags(coordinator, num_processes, process_id, devices)
-        group = join(find_seat(flags, os.environ), limits)
-    try:
-        with clean_errors(traceback, group), group:
-            train_config(config, given, trace, trace_steps, group, allow_changed or ())
-    except typer.Exit as ended:
-        if group.count > 1:
-            leave(ended.exit_code)
-        raise
+    with joined(place, traceback) as group:
+        train_config(config, given, trace, trace_steps, group, allow_changed or ())
 
 
 @app.command(cls=FamiliarCommand)
+@with_place
 @with_options(FINETUNE)
 def finetune(
     model: WholeModel,
@@ -219,6 +206,8 @@ def finetune(
     allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
+    *,
+    place: Place,
     **options: Any,
 ) -> None:
     """Fine-tune a model of transformers, and write it in the form and dtype it came in.
@@ -228,9 +217,9 @@ def finetune(
     --lora, small adapters beside the frozen parameters.
     """
     from zinf.cli.finetune import finetune_model, model_config
-    from zinf.distributed import Alone
+    from zinf.cli.group import joined
 
-    with clean_errors(traceback):
+    with joined(place, traceback) as group:
         raw = model_config(model, data=data, samples=samples, **options)
         finetune_model(
             raw,
@@ -238,12 +227,13 @@ def finetune(
             output=output,
             merges=merge,
             epochs=epochs,
-            group=Alone(),
+            group=group,
             allow_changed=allow_changed or (),
         )
 
 
 @app.command(cls=FamiliarCommand)
+@with_place
 @with_options(GRPO)
 def grpo(
     model: WholeModel,
@@ -272,6 +262,8 @@ def grpo(
     allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
+    *,
+    place: Place,
     **options: Any,
 ) -> None:
     """Train a model of transformers on what it writes itself, by rewards.
@@ -281,9 +273,9 @@ def grpo(
     completions and checkpoints of the run are in the folder OUTPUT.run.
     """
     from zinf.cli.finetune import finetune_model, of_rewards
-    from zinf.distributed import Alone
+    from zinf.cli.group import joined
 
-    with clean_errors(traceback):
+    with joined(place, traceback) as group:
         raw = of_rewards(model, data=data, rewards=reward, samples=samples, **options)
         finetune_model(
             raw,
@@ -291,7 +283,7 @@ def grpo(
             output=output,
             merges=merge,
             epochs=epochs,
-            group=Alone(),
+            group=group,
             allow_changed=allow_changed or (),
         )
 

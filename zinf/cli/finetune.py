@@ -97,12 +97,13 @@ def finetune_model(
         config = Config.load(raw)
     check_places(config)
     with held_run(config, group):
-        # First, for the config of the run is still the one that is compared.
-        check_resumed(config, decides(config), allow_changed, say_nothing)
-        run.mkdir(parents=True, exist_ok=True)
         path = run / CONFIG
-        path.write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
-        config, mesh = on_devices(path)
+        if group.is_first:
+            # First, for the config of the run is still the one that is compared.
+            check_resumed(config, decides(config), allow_changed, say_nothing)
+            run.mkdir(parents=True, exist_ok=True)
+            path.write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
+        config, mesh = on_devices(raw)
         train_held(
             config,
             mesh,

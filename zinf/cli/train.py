@@ -12,7 +12,7 @@ from typing import Any
 import grain
 from jax.sharding import Mesh
 
-from zinf.checkpoint import Checkpoints, Place
+from zinf.checkpoint import Checkpoints, Place, Saved
 from zinf.cli.changes import Changed
 from zinf.cli.endings import say as _say
 from zinf.cli.endings import say_nothing
@@ -30,6 +30,7 @@ from zinf.cli.task import (
 from zinf.cli.teacher import plan_teacher
 from zinf.core.config import Config
 from zinf.core.engine.engine import Engine
+from zinf.core.interchange import find
 from zinf.core.machine.devices import on_devices
 from zinf.core.step.run.calibrate import said_of_rates
 from zinf.core.trainer import Hook, Trainer
@@ -181,7 +182,12 @@ def train_held(
                 if has_saved and not group.goes_on_by_itself:
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
-        task.export(engine, say)
+        if group.count == 1:
+            task.export(engine, say)
+        elif group.is_first:
+            # Reading an engine takes all processes; its last checkpoint, only this one.
+            with Saved(find(folder, engine.num_steps)) as saved:
+                task.export(saved, say)
     say(f"The metrics of each step are in {metrics}.")
     if trace is not None and trace.exists():
         picture = shlex.join(["zinf", "plot", str(trace)])

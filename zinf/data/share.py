@@ -7,6 +7,23 @@ import jax
 import numpy as np
 
 
+def own_rows(rows: Any, process: tuple[int, int]) -> Any:
+    """The part of this process in rows of all processes, in process order.
+
+    Args:
+        rows: a pytree of arrays with equal numbers of rows for each process, such as
+            what `Engine.apply` returns for one microbatch.
+        process: (index, count).
+    """
+    index, count = process
+
+    def own(whole: Any) -> Any:
+        size = len(whole) // count
+        return whole[index * size : (index + 1) * size]
+
+    return jax.tree.map(own, rows)
+
+
 class Share(grain.IterDataset):
     """Batches of `batch_size` samples, reduced to the rows of this process.
 

@@ -1,42 +1,39 @@
 """Command-line options of commands that run in several processes."""
 
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Annotated, Any
 
 import typer
 
+from zinf.distributed.launch import Flags
 from zinf.distributed.limits import Limits
 from zinf.distributed.seat import JoinError
 
-PANEL = "Several processes"
 # The class has slots, so its defaults can be read only from an instance.
 DEFAULTS = Limits()
 
 
 def _seconds(text: str) -> typer.models.OptionInfo:
-    return typer.Option(min=1.0, help=f"Seconds {text}", rich_help_panel=PANEL)
+    return typer.Option(min=1.0, help=f"Seconds {text}")
 
 
 Coordinator = Annotated[
     str | None,
     typer.Option(
-        metavar="HOST:PORT",
-        help="Where process 0 runs, and a free port there.",
-        rich_help_panel=PANEL,
+        metavar="HOST:PORT", help="Where process 0 runs, and a free port there."
     ),
 ]
-NumProcesses = Annotated[
-    int | None, typer.Option(help="How many train together.", rich_help_panel=PANEL)
-]
-ProcessId = Annotated[
-    int | None, typer.Option(help="Which this is, from 0.", rich_help_panel=PANEL)
-]
+NumProcesses = Annotated[int | None, typer.Option(help="How many train together.")]
+ProcessId = Annotated[int | None, typer.Option(help="Which this is, from 0.")]
 LocalDevices = Annotated[
     str | None,
     typer.Option(
         metavar="0,1|all",
         help="The accelerators of this host that this process has. By default all, or "
         "one each where a launcher starts several on a host.",
-        rich_help_panel=PANEL,
     ),
 ]
 JoinTimeout = Annotated[float, _seconds("until all must have started.")]
@@ -63,3 +60,53 @@ def device_ids(text: str | None) -> tuple[int, ...] | None:
             "0,1, or all."
         )
     return tuple(map(int, parts))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the options say of this process among several, and of the run's limits."""
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+    local_devices: str | None
+    limits: Limits
+
+    def flags(self) -> Flags:
+        """Raises JoinError; see `device_ids`."""
+        devices = device_ids(self.local_devices)
+        return Flags(self.coordinator, self.num_processes, self.process_id, devices)
+
+
+_PLACES: dict[str, tuple[Any, Any]] = {
+    "coordinator": (Coordinator, None),
+    "num_processes": (NumProcesses, None),
+    "process_id": (ProcessId, None),
+    "local_devices": (LocalDevices, None),
+    "join_timeout": (JoinTimeout, DEFAULTS.join_seconds),
+    "silence_timeout": (SilenceTimeout, DEFAULTS.silence_seconds),
+    "hang_timeout": (HangTimeout, DEFAULTS.hang_seconds),
+}
+TIMEOUTS = ("join", "silence", "hang")
+
+
+def with_place(command: Callable) -> Callable:
+    """Gives a command the options of several processes in place of its `place`.
+
+    That is its last keyword argument, but for `**options`.
+    """
+
+    @wraps(command)
+    def placed(*args: Any, **named: Any) -> Any:
+        found = {name: named.pop(name) for name in _PLACES}
+        limits = Limits(*(found.pop(f"{x}_timeout") for x in TIMEOUTS))
+        return command(*args, **named, place=Place(**found, limits=limits))
+
+    own = [x for x in signature(command).parameters.values() if x.name != "place"]
+    own += [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in _PLACES.items()
+    ]
+    described: Any = placed
+    described.__signature__ = signature(command).replace(parameters=own)
+    return placed

@@ -94,7 +94,14 @@ class ModelEngine(Engine):
         return function if self._adapted is None else self._adapted.applied(function)
 
     def initialize_state(self) -> None:
-        """Write the weights of the model's files to their tiers, in parts."""
+        """Write the weights of the model's files to their tiers, in parts.
+
+        Each of several processes reads files of its own, and keeps its shares.
+
+        Raises:
+            ValueError: as for `Engine.initialize_state`; or files lack a tensor, or
+                have one of another shape.
+        """
         model = self._model
         files, weights = model.open_weights()
         with files:
@@ -119,13 +126,14 @@ class ModelEngine(Engine):
             if self._adapted is not None:
                 state = FirstState(self._adapted, weights, terms)
                 names = list(state.specs)
-            fill(
+            digests = fill(
                 self.planner,
                 self._runners.residents,
                 state,
                 {n: n for n in names},
                 terms,
             )
+        self._agree(digests)
 
 
 def open_model(
@@ -278,11 +286,6 @@ def initialize(
             zinf does not read; or zinf computes something else than torch in a tiny
             model of the class (`zinf verify`), which is compared once.
     """
-    if group is not None and group.count > 1:
-        raise NotImplementedError(
-            "The weights of a model are read by one process. Use one process with all "
-            "devices of the machine."
-        )
     model.check_whole()
     check_class(model)
     config = Config.load(config)

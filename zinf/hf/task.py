@@ -19,7 +19,10 @@ from jax.sharding import Mesh
 from xxhash import xxh3_128
 
 from zinf.adapt import Adapted, MergedTensors
+from zinf.checkpoint import Saved
 from zinf.core.config import Config
+from zinf.core.engine.engine import Engine
+from zinf.core.interchange.sources import parameters
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.plan import InfeasibleError
@@ -33,6 +36,7 @@ from zinf.data import (
 )
 from zinf.data.configured import batch_size, difficulties, paced
 from zinf.data.filled import Filled
+from zinf.data.share import own_rows
 from zinf.data.text import Split
 from zinf.distributed import AbstractGroup, Alone
 from zinf.hf.analysis import about_rows
@@ -55,7 +59,7 @@ from zinf.hf.engine import (
     initialize,
     running,
 )
-from zinf.hf.export import export, export_adapter, write_adapter, write_model
+from zinf.hf.export import write_adapter, write_model
 from zinf.hf.folder import SMALL_FILES
 from zinf.hf.frozen import Frozen
 from zinf.hf.judge import Judge
@@ -178,10 +182,17 @@ class Task:
 
         Raises:
             InfeasibleError: the budgets have no room for all of them.
+            NotImplementedError: several processes would write texts.
         """
         config, drawing = self.config, self.objective.drawing
         if drawing is None:
             return self._engine(config, mesh, group)
+        if group.count > 1:
+            raise NotImplementedError(
+                f"data.objective {config.data.objective} draws texts in one process, "
+                f"and this run has {group.count}. Use one process with all devices of "
+                "the machine."
+            )
         judges = drawing.judges(config) if judges is None else judges
         shape = {"rows": batch_size(config), "length": self.length}
         reference, opened, frozen = None, list[Judge](), list[Frozen]()
@@ -304,15 +315,27 @@ class Task:
         """Read the buffers of the files, which are constants of the loss."""
         self.model.read_buffers()
 
-    def export(self, engine: Any, say: Callable[[str], None]) -> None:
-        """Write what `run.export` and `run.export_adapter` ask for, after the run."""
+    def export(self, source: Engine | Saved, say: Callable[[str], None]) -> None:
+        """Write what `run.export` and `run.export_adapter` ask for, after the run.
+
+        Args:
+            source: the engine of the run, or its last checkpoint.
+        """
         run = self.config.run
+        if run.export is None and run.export_adapter is None:
+            return
+        tensors, adapted = parameters(source, run.weights), None
+        if self.config.adapter is not None:
+            is_here = isinstance(source, ModelEngine)
+            adapted = source.adapted if is_here else self.adapted()
         if run.export is not None:
-            dtype = self.model.stored_dtype or engine.config.compute_dtype
-            export(engine, run.export, kind=run.weights, dtype=dtype)
+            dtype = self.model.stored_dtype or self.config.compute_dtype
+            whole = tensors if adapted is None else MergedTensors(adapted, tensors)
+            write_model(whole, self.model, run.export, dtype=dtype)
             say(f"The tuned model is in {run.export}, in {dtype}.")
         if run.export_adapter is not None:
-            export_adapter(engine, run.export_adapter, kind=run.weights)
+            assert adapted is not None, "check_exports refused it"
+            write_adapter(adapted, tensors, self.model, run.export_adapter)
             say(f"The adapter is in {run.export_adapter}.")
 
     def write_adapter(self, tensors: AbstractTensors, output: Path) -> None:
@@ -490,11 +513,17 @@ class Task:
         measures = self.objective.measures
         assert measures is not None, "outputs are there to be measured"
         values: dict[str, list[np.ndarray]] = {}
+        group = engine.planner.group
+        process = group.index, group.count
         for batch in islice(batches, self.config.run.evaluate_batches):
-            for name, found in measures(engine.apply(function, batch), batch).items():
+            outputs = own_rows(engine.apply(function, batch), process)
+            for name, found in measures(outputs, batch).items():
                 values.setdefault(name, []).append(found)
         for name, parts in values.items():
-            metrics[f"evaluation_{name}"] = float(np.concatenate(parts).mean())
+            here = np.concatenate(parts)
+            sums = group.gather(name, [float(here.sum()), len(here)])
+            total, count = np.sum(sums, axis=0)
+            metrics[f"evaluation_{name}"] = float(total / count)
 
     def drawn(
         self, data: grain.IterDataset, engine: Any

@@ -7,7 +7,6 @@ import typer
 
 from zinf.ray.settings import FailureConfig, ScalingConfig
 
-PANEL = "On a Ray cluster"
 # The classes have slots, so their defaults can be read only from an instance.
 FAILURES = FailureConfig()
 
@@ -18,7 +17,6 @@ OnRay = Annotated[
         # Typer reads brackets as markup, so `zinf[ray]` would lose its end.
         help="Train on the workers of a Ray cluster, with restarts; needs the extra "
         "ray of zinf.",
-        rich_help_panel=PANEL,
     ),
 ]
 Address = Annotated[
@@ -27,49 +25,33 @@ Address = Annotated[
         metavar="HOST:PORT|auto",
         envvar="RAY_ADDRESS",
         help="Of the cluster; without it one is started here for this run.",
-        rich_help_panel=PANEL,
     ),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(help="How many train together; 1 if absent.", rich_help_panel=PANEL),
+    typer.Option(help="How many train together; 1 if absent."),
 ]
 MinWorkers = Annotated[
     int | None,
-    typer.Option(
-        help="How many are enough to go on with; --workers if absent.",
-        rich_help_panel=PANEL,
-    ),
+    typer.Option(help="How many are enough to go on with; --workers if absent."),
 ]
 WorkerResources = Annotated[
     str,
-    typer.Option(
-        metavar="GPU=8,CPU=32",
-        help="What Ray reserves for each worker.",
-        rich_help_panel=PANEL,
-    ),
+    typer.Option(metavar="GPU=8,CPU=32", help="What Ray reserves for each worker."),
 ]
 MaxFailures = Annotated[
     int,
-    typer.Option(
-        help="Restarts after a worker was lost or failed; -1: no limit.",
-        rich_help_panel=PANEL,
-    ),
+    typer.Option(help="Restarts after a worker was lost or failed; -1: no limit."),
 ]
 MaxPreemptionFailures = Annotated[
     int,
     typer.Option(
-        help="Restarts after a worker was told to leave (SIGTERM); -1: no limit.",
-        rich_help_panel=PANEL,
+        help="Restarts after a worker was told to leave (SIGTERM); -1: no limit."
     ),
 ]
 PreemptionGrace = Annotated[
     float,
-    typer.Option(
-        min=0.0,
-        help="Seconds that a worker has to save after SIGTERM.",
-        rich_help_panel=PANEL,
-    ),
+    typer.Option(min=0.0, help="Seconds that a worker has to save after SIGTERM."),
 ]
 
 

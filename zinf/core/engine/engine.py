@@ -52,6 +52,7 @@ from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.step.run.calibrate import StepsBesideRates
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import AbstractRunner, Evaluate
+from zinf.distributed import Digests
 from zinf.inference import (
     ROWS,
     Asked,
@@ -649,13 +650,16 @@ class Engine:
             ValueError: another process begins with other values, and no restore will
                 replace them.
         """
-        digests = initialize_arrays(self.planner, self._runners.residents)
+        self._agree(initialize_arrays(self.planner, self._runners.residents))
+
+    # The methods below run within the turn of a public call.
+
+    def _agree(self, digests: Digests) -> None:
+        """Compare initial arrays, and scalars, with those of the other processes."""
         for name, value in self._all_scalars().items():
             digests.add_text(name, json.dumps(value))
         if self._restore_from is None:
             digests.agree()
-
-    # The methods below run within the turn of a public call.
 
     def _step(self, batch: Any) -> dict[str, Any]:
         start = perf_counter()

@@ -16,6 +16,7 @@ from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 from zinf.core.sharding import Box
 from zinf.core.step.planner import Planner
 from zinf.core.step.updates import cpu_device
+from zinf.distributed import Digests
 
 
 def place(
@@ -59,10 +60,14 @@ def fill(
     tensors: AbstractTensors,
     name_of: Mapping[str, str],
     terms: Terms,
-) -> None:
+) -> Digests:
     """Write the initial state of a new engine, made of `tensors`, to its tiers.
 
-    Nothing else need have been written there, so each byte is written once.
+    Nothing else need have been written there, so each byte is written once. All of
+    several processes must call this, and each keeps its shares.
+
+    Returns:
+        Digests of all parts, to compare them with those of the other processes.
 
     Raises:
         ValueError: the tensors are of another model.
@@ -76,6 +81,7 @@ def fill(
     held = {Tier.HOST: placing.held_bytes()}
     with counted(held, residents, "reading weights"):
         placing.run()
+    return placing.digests
 
 
 class _Placing:
@@ -89,7 +95,7 @@ class _Placing:
         found: Mapping[str, str],
     ) -> None:
         self.tensors, self.found = tensors, found
-        self.residents = residents
+        self.residents, self.digests = residents, Digests(planner.group)
         self.params, self.separated = planner.problem.params, planner.separated
         self.updates: dict[str, tuple[int, LeafUpdate]] = {
             leaf.path: (number, leaf)
@@ -163,6 +169,7 @@ class _Placing:
     def write(self, path: str, box: Box, content: np.ndarray) -> None:
         """Writes one part of a leaf, and the state of that part, to their tiers."""
         spec = self.params[path]
+        self.digests.add(f"{path}{[*box]}", content)
         is_whole = content.shape == spec.master.shape
         rows = None if is_whole else box[0]
         kept = rounded(content, spec.master.dtype.name, name=path)

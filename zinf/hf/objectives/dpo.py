@@ -20,6 +20,7 @@ from zinf.core.problem.weighted import Weighted
 from zinf.core.text.complaint import naming
 from zinf.data.array_file import read_array
 from zinf.data.configured import batch_size
+from zinf.data.share import own_rows
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.folder import weights_digest
@@ -122,15 +123,18 @@ def _passes(engine: ModelEngine, pairs: Pairs, size: int) -> Iterator[np.ndarray
     """Log-probabilities of `size` pairs after another; the last pass may repeat.
 
     The engine has taken no step: the reference is its model as it is now. The passes
-    run forward alone, with weights streamed from where they rest.
+    run forward alone, with weights streamed from where they rest. All of several
+    processes make them, each with its part of the pairs.
     """
     assert engine.num_steps == 0, "the reference is the model before the first step"
+    group = engine.planner.group
     function: Callable = Preference(engine.model).log_probabilities
     if engine.adapted is not None:
         function = engine.adapted.applied(function)
     for start in range(0, len(pairs), size):
         # The last pass has the shape of the others: it repeats the last pair.
         numbers = np.minimum(np.arange(start, start + size), len(pairs) - 1)
+        numbers = own_rows(numbers, (group.index, group.count))
         rows = [pairs[int(number)] for number in numbers]
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         yield engine.apply(function, batch)
@@ -159,13 +163,17 @@ def _before_training(
 
     That is not done if an earlier run computed it from equal weights. What that run
     wrote is compared with a pass of this model, and written anew unless they agree.
+    Each of several processes has a file, which may be the same one: all write it if one
+    lacks it.
     """
+    group = engine.planner.group
     for samples in files:
         path = reference_file(samples.folder, engine.model, config)
         pairs = Pairs(samples)
         given = engine, pairs, batch_size(config)
-        if path.exists():
-            if _is_of(path, _passes(*given), len(pairs)):
+        if not group.any("a reference is absent", not path.exists()):
+            differs = not _is_of(path, _passes(*given), len(pairs))
+            if not group.any("a reference is of another model", differs):
                 continue
             say(f"data: {path} is of another model than this one")
         say(f"data: log-probabilities of {len(pairs):,} pairs, once, to {path}")

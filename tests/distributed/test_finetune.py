@@ -1,0 +1,84 @@
+"""`zinf finetune` in several real processes tunes a published model as one does."""
+
+import numpy as np
+import pytest
+
+from tests.distributed.processes import Ended, free_port, run_all
+from tests.unit.hf.models import data_file, metrics_of, model_folder, write
+from zinf.cli import USER_ERROR
+from zinf.distributed.group import ENDED_BY_ANOTHER
+
+from safetensors.numpy import load_file  # isort: skip
+
+pytestmark = pytest.mark.slow
+# Sums over devices are taken in another order than on one, through three steps of Adam.
+RELATIVE = 1e-5
+
+
+def finetune(folder, data, output, *more, deeds) -> list[Ended]:
+    """`zinf finetune` in as many processes, of two devices each, as there are deeds."""
+    options = [
+        "--data",
+        data,
+        "--output",
+        output,
+        "--steps",
+        3,
+        "--learning-rate",
+        1e-2,
+    ]
+    options += ["--set", "persistence_threshold=1", "--set", "bf16.enabled=false"]
+    count, at = len(deeds), f"--coordinator=127.0.0.1:{free_port()}"
+    lines = []
+    for index, deed in enumerate(deeds):
+        line = [deed, 0, "finetune", folder, *options, *more]
+        if count > 1:
+            line += [at, f"--num-processes={count}", f"--process-id={index}"]
+        lines.append([str(part) for part in line])
+    return run_all("command", lines)
+
+
+PAIRS = [
+    {"prompt": f"w{i}", "chosen": f"w{i} w2", "rejected": f"w{i} w3"} for i in range(24)
+]
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_two_processes_tune_and_export_as_one(name, tmp_path):
+    folder = model_folder(tmp_path)
+    if name == "sft":
+        data, more = data_file(tmp_path, count=24), []
+    else:
+        data, more = write(tmp_path / "pairs.jsonl", PAIRS), ["--objective", name]
+    if name == "dpo":
+        more += ["--lora", 4]
+    if name == "reward":
+        more += ["--eval-data", data, "--set", "run.evaluate_every=3"]
+    losses, weights = [], []
+    for count in (1, 2):
+        output = tmp_path / f"tuned{count}"
+        ended = finetune(folder, data, output, *more, deeds=["nothing"] * count)
+        for process in ended:
+            assert process.code == 0, process.output
+        assert f"The tuned model is in {output}" in ended[0].output
+        assert not any("tuned model" in process.output for process in ended[1:])
+        (file,) = output.glob("*.safetensors")
+        weights.append(load_file(file))
+        metrics = metrics_of(tmp_path / f"tuned{count}.run")
+        measured = ("loss", "evaluation_loss", "evaluation_margin")
+        losses.append([x[key] for x in metrics for key in measured if key in x])
+    assert len(losses[0]) == 3 + 2 * (name == "reward")
+    np.testing.assert_allclose(losses[1], losses[0], rtol=RELATIVE)
+    for name, weight in weights[0].items():
+        # A gradient near zero may have another sign, and Adam's first steps go by it.
+        differing = np.abs(weights[1][name] - weight) > 1e-3 * np.abs(weight).max()
+        assert differing.mean() < 1e-2, name
+
+
+def test_processes_with_other_weights_do_not_train_a_mixture(tmp_path):
+    given = model_folder(tmp_path), data_file(tmp_path, count=24), tmp_path / "tuned"
+    ended = finetune(*given, deeds=("nothing", "misread"))
+    for process in ended:
+        # Each finds it, and may hear of the other first.
+        assert process.code in (USER_ERROR, ENDED_BY_ANOTHER), process.output
+        assert "The processes do not begin alike: " in process.output
