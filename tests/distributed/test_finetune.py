@@ -47,7 +47,7 @@ PAIRS = [
 def test_two_processes_tune_and_export_as_one(name, tmp_path):
     folder = model_folder(tmp_path)
     if name == "sft":
-        data, more = data_file(tmp_path, count=24), []
+        data, more = data_file(tmp_path, count=24), ["--set", "mesh.tensor=2"]
     else:
         data, more = write(tmp_path / "pairs.jsonl", PAIRS), ["--objective", name]
     if name == "dpo":
