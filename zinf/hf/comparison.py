@@ -33,9 +33,10 @@ from zinf.hf.tiny import LENGTH, VOCAB, tiny
 from zinf.hf.weights import to_numpy
 
 logger = logging.getLogger(__name__)
-AGREES, DIFFERS, NOT_TINY, NOT_COMPARED = (
+AGREES, DIFFERS, REFUSED, NOT_TINY, NOT_COMPARED = (
     "agrees",
     "differs",
+    "is refused",
     "cannot be made tiny",
     "not compared",
 )
@@ -50,7 +51,7 @@ ROWS = 2
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MAX_PARAMETERS = 20_000_000
 # Initial weights give scores near 0, of which the softmax hides most. Matrices are
-# scaled so, and vectors, which are all 0 or all 1, are moved.
+# scaled so, and vectors, which are mostly all 0 or all 1, are moved.
 SCALE, MOVE = 4.0, 0.2
 
 
@@ -60,7 +61,8 @@ class Verdict:
 
     Attributes:
         kind: the class of the model.
-        state: AGREES, DIFFERS, NOT_TINY or NOT_COMPARED.
+        state: AGREES, DIFFERS, REFUSED (zinf cannot compute it), NOT_TINY or
+            NOT_COMPARED.
         versions: of what computes it.
         logits, gradients: the largest difference, as a share of the largest entry; that
             of gradients is of the leaf that differs most.
@@ -81,7 +83,7 @@ class Verdict:
         return self.state == AGREES
 
     def __str__(self) -> str:
-        if self.state in (NOT_TINY, NOT_COMPARED):
+        if self.reason:
             return f"{self.kind}: {self.state} ({self.reason}); {self.versions}"
         return (
             f"{self.kind} {self.state}: logits are {self.logits:.1e} off those of "
@@ -93,9 +95,16 @@ def check_class(model: Model) -> None:
     """Compare the class of a model with torch, unless that was done before.
 
     Raises:
-        NotImplementedError: the class computes something else in zinf.
+        NotImplementedError: the class computes something else in zinf, or cannot be
+            computed.
     """
     verdict = verdict_of(model)
+    if verdict.state == REFUSED:
+        raise NotImplementedError(
+            f"{model.name} cannot be computed: zinf has no way to run its class "
+            f"{verdict.kind} ({verdict.reason}), with {verdict.versions}. Use a model "
+            "of another architecture."
+        )
     if verdict.state == DIFFERS:
         raise NotImplementedError(
             f"{model.name} would be computed wrongly. A tiny model of its class "
@@ -171,9 +180,8 @@ def _compared(
             return _left(name, NOT_TINY, error)
         try:
             logits, gradients = _own_results(config, auto_class, module, ids, pull)
-        except Exception as error:
-            # The model itself raises it too, as training begins.
-            return _left(name, NOT_COMPARED, error)
+        except Exception as error:  # The model itself would raise it too, later.
+            return _left(name, REFUSED, error)
     off = _off(logits, wanted, np.abs(wanted).max())
     largest = max(np.abs(g).max() for g in wanted_gradients.values())
     by_leaf = {
@@ -219,8 +227,13 @@ def _torch_model(
                 if parameter.ndim > 1:
                     parameter.mul_(SCALE)
                 else:
-                    parameter.add_(noise)
+                    parameter.add_(noise * _step(parameter))
     return module.eval()
+
+
+def _step(vector: torch.Tensor) -> float:
+    """The size of the numbers of a vector, at most 1; 1 if all are 0."""
+    return min(1.0, float(vector.abs().mean()) or 1.0)
 
 
 def _torch_results(

@@ -41,6 +41,7 @@ from zinf.hf.module import (
     CONFIG,
     build,
     output_name,
+    own_part,
     read_config,
     read_quantization,
 )
@@ -114,6 +115,9 @@ def load(
         )
     config, layers = read_config(folder), tuple(random_ltd_layers)
     _refuse_classifier(name, config)
+    part = own_part(config, Model.auto_class)
+    if type(part) in transformers.AutoModelForCausalLM._model_mapping:
+        config = part
     count = config.get_text_config().num_hidden_layers if layers else 0
     outside = [layer for layer in layers if not 0 <= layer < count]
     if outside:

@@ -12,7 +12,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
-from zinf.hf import attention, experts, gradients, lookups, rotary
+from zinf.hf import attention, casts, experts, gradients, lookups, rotary
 from zinf.hf.quantized import METHODS, refusal
 
 CONFIG = "config.json"
@@ -137,22 +137,15 @@ def _check_counts(raw: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def build(
-    config: transformers.PretrainedConfig, dtype: torch.dtype, auto_class: str
-) -> transformers.PreTrainedModel:
-    """The model of a configuration: parameters on the meta device, buffers computed.
-
-    Args:
-        auto_class: of `transformers`, such as AutoModelForCausalLM.
+def class_of(
+    config: transformers.PretrainedConfig, auto_class: str
+) -> type[transformers.PreTrainedModel]:
+    """The class of models that an Auto class has for a configuration.
 
     Raises:
-        ValueError: `transformers` has no such class, or no model of it for the
-            configuration, or cannot make it with these values.
+        ValueError: `transformers` has no such Auto class, or no model of it for the
+            configuration.
     """
-    attention.register()
-    experts.register()
-    gradients.register()
-    lookups.register()
     kinds = getattr(getattr(transformers, auto_class, None), "_model_mapping", None)
     if kinds is None:
         raise ValueError(
@@ -166,8 +159,47 @@ def build(
             "class (zinf.hf.load_head)."
         )
     kind = kinds[type(config)]
-    if isinstance(kind, (list, tuple)):
-        kind = kind[0]
+    return kind[0] if isinstance(kind, (list, tuple)) else kind
+
+
+def own_part(
+    config: transformers.PretrainedConfig, auto_class: str
+) -> transformers.PretrainedConfig:
+    """The part of a configuration that the class of an Auto class is made of.
+
+    Files of Qwen3.5 and Llama 4 have images too, and their causal class has text alone.
+
+    Raises:
+        ValueError: see `class_of`.
+    """
+    text = config.sub_configs.get("text_config")
+    own = getattr(class_of(config, auto_class), "config_class", None)
+    if text is None or own is not text:
+        return config
+    part = config.get_text_config()
+    part.dtype = part.dtype or config.dtype
+    return part
+
+
+def build(
+    config: transformers.PretrainedConfig, dtype: torch.dtype, auto_class: str
+) -> transformers.PreTrainedModel:
+    """The model of a configuration: parameters on the meta device, buffers computed.
+
+    Args:
+        auto_class: of `transformers`, such as AutoModelForCausalLM.
+
+    Raises:
+        ValueError: `transformers` has no such class, or no model of it for the
+            configuration, or cannot make it with these values.
+    """
+    attention.register()
+    casts.register()
+    experts.register()
+    gradients.register()
+    lookups.register()
+    kind = class_of(config, auto_class)
+    config = own_part(config, auto_class)
     options: dict[str, Any] = {"attn_implementation": _attention_of(kind)}
     config._experts_implementation = experts.NAME
     try:
@@ -175,6 +207,7 @@ def build(
             model = kind._from_config(config, dtype=dtype, **options)
             model.tie_weights()
             rotary.make_pure(model)
+            experts.make_static(model)
     except Exception as error:
         # Each architecture computes with the values, and raises what it likes.
         raise ValueError(

@@ -114,6 +114,8 @@ def _kept_layers(values: Mapping[str, Any], count: int) -> list[int]:
 
 def _few(key: str, values: list[Any], heads: list[int], layers: int) -> list[Any]:
     """A short form of a list that does not have one entry for each layer."""
+    if not values:
+        return values
     if key.endswith(("short_factor", "long_factor")):
         return values[: HEAD_DIM // 2]
     if key == "mrope_section":

@@ -1,4 +1,4 @@
-"""A tiny configuration of each architecture of the table, and what fails, with why."""
+"""A tiny configuration of each architecture of the table."""
 
 import json
 from pathlib import Path
@@ -18,10 +18,6 @@ from tests.unit.hf.models import SMALL
 TABLE: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text()
 )
-# What does not work, and why.
-FAILING: dict[str, str] = {
-    "jetmoe": "no ExpertsInterface: it splits tokens by counts that it computes"
-}
 # Whose layers do not go through `zinf_kernels.attention`, and why.
 EAGER = "the class does not say that it takes functions (_supports_attention_backend)"
 NONE = "it has no attention"
@@ -30,7 +26,6 @@ OWN_ATTENTION: dict[str, str] = dict.fromkeys(
     + ("marian", "mpt", "stablelm", "zamba2"),
     EAGER,
 ) | dict.fromkeys(("mamba", "mamba2"), NONE)
-WORKING = [name for name in TABLE if name not in FAILING]
 
 
 def config_of(name: str) -> transformers.PretrainedConfig:
