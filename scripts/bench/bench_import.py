@@ -1,9 +1,17 @@
 """Opens a checkpoint folder that is larger than the memory it may take.
 
     python scripts/bench/bench_import.py --folder /mnt/nvme [--modes run lora]
+    python scripts/bench/bench_import.py --folder /mnt/nvme --form experts --modes run
 
-Writes a Llama of --num-layers in bfloat16, about 8 GB by default, as sharded
-safetensors: random numbers, drawn once and taken from a random place for each tensor.
+Writes a model as sharded safetensors of about 8 GB: random numbers, drawn once and
+taken from a random place for each tensor. --form is one of
+
+* `llama`: of --num-layers and other sizes, in bfloat16;
+* `experts`: a Qwen3-MoE of --num-layers with tensors of each expert, in bfloat16;
+* `fp8`: the same in float8 with scales of blocks, half the bytes;
+* `stacked`: a gpt-oss, experts of a layer in one tensor, in bfloat16;
+* `mxfp4`: the same in blocks of mxfp4, about a quarter of the bytes.
+
 Each mode then opens it in a process of its own, all weights on the drive:
 
 * `run`: `zinf.hf.open_model`, which has no optimizer state;
@@ -37,71 +45,170 @@ from anonymous_memory import MemoryPeak
 
 BLOCK, THREADS = 2**22, 8
 DRAWN = 2**26
-HEAD_DIM = 128
+HEAD_DIM, FP8_BLOCK, MXFP4_BLOCK = 128, 128, 32
+# Sizes of mixtures, of which a layer has 0.8 GB in bfloat16.
+MIXTURE = {"num_layers": 10, "hidden_size": 2048, "intermediate_size": 1024}
 
 
-def shapes(options: argparse.Namespace) -> list[dict[str, tuple[int, ...]]]:
-    """The tensors of each file: of the ends, and of each layer."""
-    dim, words = options.hidden_size, options.vocab_size
-    inner, heads = options.intermediate_size, options.num_kv_heads * HEAD_DIM
-    ends = {
-        "model.embed_tokens.weight": (words, dim),
-        "model.norm.weight": (dim,),
-        "lm_head.weight": (words, dim),
-    }
-    layer = {
+# A tensor of a file: its dtype as safetensors writes it, and its shape.
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+ITEMSIZE = {"BF16": 2, "F8_E4M3": 1, "F32": 4, "U8": 1}
+
+
+def layer_of(options: argparse.Namespace) -> Tensors:
+    """The tensors of a layer, named without the layer."""
+    dim, inner = options.hidden_size, options.intermediate_size
+    heads = options.num_kv_heads * HEAD_DIM
+    linear = {
         "self_attn.q_proj": (dim, dim),
         "self_attn.k_proj": (heads, dim),
         "self_attn.v_proj": (heads, dim),
         "self_attn.o_proj": (dim, dim),
-        "mlp.gate_proj": (inner, dim),
-        "mlp.up_proj": (inner, dim),
-        "mlp.down_proj": (dim, inner),
-        "input_layernorm": (dim,),
-        "post_attention_layernorm": (dim,),
     }
-    layers = [
-        {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-        for i in range(options.num_layers)
-    ]
-    return [ends, *layers]
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    found: Tensors = {}
+    if options.form == "llama":
+        linear |= {"mlp.gate_proj": (inner, dim), "mlp.up_proj": (inner, dim)}
+        linear["mlp.down_proj"] = (dim, inner)
+    elif options.form in ("experts", "fp8"):
+        for expert in range(options.num_experts):
+            stem = f"mlp.experts.{expert}"
+            linear |= {f"{stem}.{name}_proj": (inner, dim) for name in ("gate", "up")}
+            linear[f"{stem}.down_proj"] = (dim, inner)
+        found["mlp.gate.weight"] = "BF16", (options.num_experts, dim)
+        found |= {
+            f"self_attn.{name}_norm.weight": ("BF16", (HEAD_DIM,)) for name in "qk"
+        }
+    else:
+        found |= _stacked(options)
+    for name, shape in linear.items():
+        if options.form == "fp8":
+            found[f"{name}.weight"] = "F8_E4M3", shape
+            blocks = tuple(-(-size // FP8_BLOCK) for size in shape)
+            found[f"{name}.weight_scale_inv"] = "F32", blocks
+        else:
+            found[f"{name}.weight"] = "BF16", shape
+    return found | {f"{name}.weight": ("BF16", (dim,)) for name in norms}
+
+
+def _stacked(options: argparse.Namespace) -> Tensors:
+    """Experts, router and biases of a layer of gpt-oss."""
+    dim, inner, count = (
+        options.hidden_size,
+        options.intermediate_size,
+        options.num_experts,
+    )
+    found: Tensors = {
+        "self_attn.sinks": ("BF16", (dim // HEAD_DIM,)),
+        "mlp.router.weight": ("BF16", (count, dim)),
+        "mlp.router.bias": ("BF16", (count,)),
+        "mlp.experts.gate_up_proj_bias": ("BF16", (count, 2 * inner)),
+        "mlp.experts.down_proj_bias": ("BF16", (count, dim)),
+    }
+    heads = options.num_kv_heads * HEAD_DIM
+    for name, size in {"q": dim, "k": heads, "v": heads, "o": dim}.items():
+        found[f"self_attn.{name}_proj.bias"] = "BF16", (size,)
+    for name, width, height in [
+        ("mlp.experts.gate_up_proj", dim, 2 * inner),
+        ("mlp.experts.down_proj", inner, dim),
+    ]:
+        if options.form == "stacked":
+            found[name] = "BF16", (count, width, height)
+        else:
+            shape = count, height, width // MXFP4_BLOCK
+            found[f"{name}_blocks"] = "U8", (*shape, MXFP4_BLOCK // 2)
+            found[f"{name}_scales"] = "U8", shape
+    return found
+
+
+def config_of(options: argparse.Namespace) -> Any:
+    """The configuration of the model that is written."""
+    import transformers
+
+    sizes = {
+        "vocab_size": options.vocab_size,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.intermediate_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.hidden_size // HEAD_DIM,
+        "num_key_value_heads": options.num_kv_heads,
+        "max_position_embeddings": 2048,
+        "head_dim": HEAD_DIM,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    if options.form == "llama":
+        return transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+    count, inner = options.num_experts, options.intermediate_size
+    if options.form in ("experts", "fp8"):
+        routed = {"num_experts": count, "moe_intermediate_size": inner}
+        config = transformers.Qwen3MoeConfig(**sizes, **routed)
+    else:
+        config = transformers.GptOssConfig(**sizes, num_local_experts=count)
+    if options.form == "fp8":
+        blocks = [FP8_BLOCK, FP8_BLOCK]
+        section = {"quant_method": "fp8", "weight_block_size": blocks}
+        config.quantization_config = section
+    if options.form == "mxfp4":
+        config.quantization_config = {"quant_method": "mxfp4"}
+    return config
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> int:
     """Writes config.json and a file for each layer; returns the bytes of weights."""
-    import transformers
-    from safetensors.numpy import save_file
-
     folder.mkdir()
-    transformers.LlamaConfig(
-        vocab_size=options.vocab_size,
-        hidden_size=options.hidden_size,
-        intermediate_size=options.intermediate_size,
-        num_hidden_layers=options.num_layers,
-        num_attention_heads=options.hidden_size // HEAD_DIM,
-        num_key_value_heads=options.num_kv_heads,
-        max_position_embeddings=2048,
-        dtype="bfloat16",
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
+    config_of(options).save_pretrained(folder)
     rng = np.random.default_rng(0)
     drawn = 0.02 * rng.standard_normal(DRAWN, np.float32)
-    drawn = drawn.astype(ml_dtypes.bfloat16)
-    files, total, places = shapes(options), 0, {}
+    # Codes without NaN; scales of mxfp4 are exponents of 2, less 127.
+    sources = {
+        "BF16": drawn.astype(ml_dtypes.bfloat16).view(np.uint8),
+        "F8_E4M3": rng.integers(0, 0x70, DRAWN, np.uint8),
+        "F32": np.full(DRAWN // 4, 1e-3, np.float32).view(np.uint8),
+        "U8": rng.integers(118, 125, DRAWN, np.uint8),
+    }
+    words = "BF16", (options.vocab_size, options.hidden_size)
+    ends: Tensors = {"model.embed_tokens.weight": words, "lm_head.weight": words}
+    ends["model.norm.weight"] = "BF16", (options.hidden_size,)
+    layer = layer_of(options)
+    files = [ends] + [
+        {f"model.layers.{i}.{name}": x for name, x in layer.items()}
+        for i in range(options.num_layers)
+    ]
+    total, places = 0, {}
     for number, tensors in enumerate(files):
         name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        values = {}
-        for tensor, shape in tensors.items():
-            numel = int(np.prod(shape))
-            start = int(rng.integers(DRAWN))
-            values[tensor] = np.resize(np.roll(drawn, start), numel).reshape(shape)
-            total += values[tensor].nbytes
-        save_file(values, folder / name, {"format": "pt"})
-        places |= dict.fromkeys(values, name)
+        total += write_file(folder / name, tensors, sources, rng)
+        places |= dict.fromkeys(tensors, name)
         drop(folder / name)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def write_file(
+    path: Path,
+    tensors: Tensors,
+    sources: dict[str, np.ndarray],
+    rng: np.random.Generator,
+) -> int:
+    """Writes a safetensors file of bytes of the sources; returns those of tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + int(np.prod(shape)) * ITEMSIZE[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for dtype, shape in tensors.values():
+            left, source = int(np.prod(shape)) * ITEMSIZE[dtype], sources[dtype]
+            first = int(rng.integers(len(source) // 4)) * 4
+            while left:
+                file.write(source[first : first + left].data)
+                left -= min(left, len(source) - first)
+                first = 0
+    return end
 
 
 def drop(path: Path) -> None:
@@ -201,7 +308,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="zinf-import-") as name:
         place = Path(name)
         nbytes = write_model(place / "model", options)
-        print(f"{nbytes // 2:,} parameters, {nbytes / 1e9:.2f} GB in bfloat16")
+        print(f"{options.form}: {nbytes / 1e9:.2f} GB of weights in files")
         for mode in options.modes:
             drive = [copy_seconds(place / "model", place / "copy")]
             for path in (place / "model").iterdir():
@@ -246,6 +353,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", help="on the drive; a temporary folder by default")
     parser.add_argument("--modes", nargs="+", default=["run", "lora"])
+    forms = ["llama", "experts", "fp8", "stacked", "mxfp4"]
+    parser.add_argument("--form", choices=forms, default=forms[0])
+    parser.add_argument("--num-experts", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=38)
     parser.add_argument("--hidden-size", type=int, default=3072)
     parser.add_argument("--intermediate-size", type=int, default=8192)
@@ -254,6 +364,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=16, help="of a batch of one row")
     parser.add_argument("--device", default="768MiB", help="budget")
     parser.add_argument("--host", default="256MiB", help="budget")
+    if parser.parse_args().form != forms[0]:
+        parser.set_defaults(**MIXTURE)
     return parser.parse_args()
 
 

@@ -133,7 +133,7 @@ class StoredWeights(AbstractTensors):
         found, unused = conversions(list(files.specs), model)
         self.unused = unused
         specs: dict[str, ArraySpec] = {}
-        first = first_names(model)
+        self._first = first = first_names(model)
         # What is tied may be in a file under each of its names.
         again: list[tuple[str, Conversion]] = []
         for conversion in found:
@@ -206,8 +206,7 @@ class StoredWeights(AbstractTensors):
             for pattern, sources in conversion.sources.items()
         }
         done = conversion.run(tensors, self._model)
-        first = first_names(self._model)
-        result = next(x for n, x in done.items() if first.get(n, n) == name)
+        result = next(x for n, x in done.items() if self._first.get(n, n) == name)
         array = to_numpy(result)
         return array if conversion.is_by_row or not box else array[slice(*box[0])]
 

@@ -276,6 +276,33 @@ def test_other_libraries_read_their_weights_as_zinf_does(name, tmp_path):
         np.testing.assert_array_equal(rows, found[7:8, 5:20])
 
 
+BY_ROWS = ("compressed-tensors", "bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if CASES[n]["section"]["quant_method"] in BY_ROWS]
+)
+def test_a_part_reads_the_scales_of_its_own_rows(name, tmp_path, monkeypatch):
+    save_file(recorded(name), tmp_path / "model.safetensors")
+    section, boxes_of, read = CASES[name]["section"], {}, SafetensorsFiles.read
+
+    def noting(files, part, box):
+        boxes_of[part] = box
+        return read(files, part, box)
+
+    with SafetensorsFiles(tmp_path / "model.safetensors") as files:
+        weights = plain(files, section)
+        rows, width = weights.specs["layer.weight"].shape
+        monkeypatch.setattr(SafetensorsFiles, "read", noting)
+        weights.read("layer.weight", ((7, 8), (0, width)))
+        scales = [n for n in boxes_of if n.endswith(("_scale", ".absmax", ".SCB"))]
+        assert len(scales) == 1
+        count = files.specs[scales[0]].shape[0]
+    (low, high), *_ = boxes_of[scales[0]]
+    # One row, or the blocks that it touches; or one scale for all.
+    assert high - low <= max(1, -(-count // rows) + 1)
+
+
 @pytest.mark.parametrize(
     ("name", "part", "words"),
     [

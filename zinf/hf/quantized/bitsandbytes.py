@@ -109,19 +109,22 @@ class Blocks(Packed):
             [numbers[np.arange(256) >> 4], numbers[np.arange(256) & 15]], 1
         )
         values = pairs[codes].reshape(-1)[first - 2 * start :][: last - first]
-        blocks = np.arange(first // self.size, -(-last // self.size))
-        largest = np.repeat(self._absmax(files, blocks), self.size)
+        largest = self._absmax(files, first // self.size, -(-last // self.size))
+        largest = np.repeat(largest, self.size)
         values *= largest[first % self.size :][: last - first]
         found = values.reshape(high - low, *self.spec.shape[1:])
         return np.ascontiguousarray(found[:, *(slice(*edges) for edges in rest)])
 
-    def _absmax(self, files: AbstractTensors, blocks: np.ndarray) -> np.ndarray:
-        found = read_whole(files, self.parts[2])[blocks]
+    def _absmax(self, files: AbstractTensors, low: int, high: int) -> np.ndarray:
+        """The largest magnitude of some blocks."""
+        found = files.read(self.parts[2], ((low, high),))
         if not self.nested:
             return found.astype(np.float32)
-        scales = read_floats(files, self.parts[4])[blocks // self.nested]
+        blocks = np.arange(low, high) // self.nested
+        outer = ((int(blocks[0]), int(blocks[-1]) + 1),)
+        scales = files.read(self.parts[4], outer).astype(np.float32)
         numbers = read_floats(files, self.parts[5])
-        return numbers[found] * scales + np.float32(self.offset)
+        return numbers[found] * scales[blocks - blocks[0]] + np.float32(self.offset)
 
 
 class Int8(Packed):
@@ -136,6 +139,6 @@ class Int8(Packed):
 
     def read(self, files: AbstractTensors, box: Box) -> np.ndarray:
         values = files.read(self.parts[0], box).astype(np.float32)
-        scales = read_floats(files, self.parts[1])[slice(*box[0])]
+        scales = files.read(self.parts[1], box[:1]).astype(np.float32)
         values *= (scales / LARGEST)[:, None]
         return values

@@ -13,6 +13,7 @@ input.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ from zinf.hf.quantized.packed import (
     Packed,
     float32,
     packed_words,
-    read_floats,
     read_whole,
     rows_of_part,
     unpacked,
@@ -167,7 +167,7 @@ class Rows(Packed):
         if self.bits:
             # Codes of signed numbers are stored from 0 on.
             values -= 2 ** (self.bits - 1)
-        scales = self._of_rows(read_floats(files, self.parts[1]), low, high)
+        scales = self._of_rows(files, self.parts[1], low, high).astype(np.float32)
         groups = self._groups(files, scales.shape[1])
         zeros = self._zeros(files, low, high)
         if zeros is not None:
@@ -188,18 +188,27 @@ class Rows(Packed):
         name = self._part(ZERO)
         if name is None:
             return None
-        codes = read_whole(files, name)
-        if self.bits and codes.dtype == np.int32:
-            # Packed along the outputs.
-            codes = unpacked(np.ascontiguousarray(codes.T), self.bits).T
-            codes = codes.astype(np.float32) - 2 ** (self.bits - 1)
-        return self._of_rows(codes.astype(np.float32), low, high)
+        spec = files.specs[name]
+        if not self.bits or spec.dtype != "int32":
+            return self._of_rows(files, name, low, high).astype(np.float32)
+        # Packed along the outputs.
+        count = WORD // self.bits
+        first = low // count
+        words = files.read(name, ((first, -(-high // count)), (0, spec.shape[1])))
+        codes = unpacked(np.ascontiguousarray(words.T), self.bits).T
+        rows = codes[low - first * count : high - first * count]
+        return rows.astype(np.float32) - 2 ** (self.bits - 1)
 
-    def _of_rows(self, values: np.ndarray, low: int, high: int) -> np.ndarray:
+    def _of_rows(
+        self, files: AbstractTensors, name: str, low: int, high: int
+    ) -> np.ndarray:
         """Values of some rows [rows, groups], of one for each row, or one for all."""
-        if values.size == 1:
-            return np.broadcast_to(values.reshape(1, 1), (high - low, 1))
-        return values.reshape(values.shape[0], -1)[low:high]
+        shape = files.specs[name].shape
+        if prod(shape) == 1:
+            value = read_whole(files, name)
+            return np.broadcast_to(value.reshape(1, 1), (high - low, 1))
+        rest = ((0, size) for size in shape[1:])
+        return files.read(name, ((low, high), *rest)).reshape(high - low, -1)
 
     def _part(self, end: str) -> str | None:
         return next((name for name in self.parts if name.endswith(end)), None)

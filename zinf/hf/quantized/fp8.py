@@ -76,17 +76,25 @@ class BlockScaled(Packed):
 
     def read(self, files: AbstractTensors, box: Box) -> np.ndarray:
         values = files.read(self.parts[0], box).astype(np.float32)
-        scales = factors(read_whole(files, self.parts[1]))
         if self.size is None:
-            return values * scales.reshape(())
-        # Dims of a stack first, then rows and columns.
-        lead = tuple(slice(*edges) for edges in box[:-2])
-        scales = scales[lead]
+            return values * factors(read_whole(files, self.parts[1])).reshape(())
+        scales = factors(self._scales(files, box))
         for dim, (edges, step) in enumerate(zip(box[-2:], self.size, strict=True)):
             index = np.arange(*edges) // step
-            scales = np.take(scales, index, axis=dim - 2)
+            scales = np.take(scales, index - index[0], axis=dim - 2)
         values *= scales
         return values
+
+    def _scales(self, files: AbstractTensors, box: Box) -> np.ndarray:
+        """The scales of the blocks that a part of the weight touches."""
+        assert self.size is not None
+        shape = files.specs[self.parts[1]].shape
+        # Dims of a stack first, then rows and columns.
+        (low, high), columns = box[-2:]
+        rows, step = self.size
+        some = (*box[:-2], (low // rows, -(-high // rows)), (0, shape[-1]))
+        found = files.read(self.parts[1], some)
+        return found[..., columns[0] // step : -(-columns[1] // step)]
 
 
 def factors(scales: np.ndarray) -> np.ndarray:
