@@ -84,6 +84,7 @@ def finetune_model(
     if decided:
         raw["data"] |= decided
         config = Config.load(raw, assumed)
+    hf.Task(config).check_exports()
     if not config.run.resume:
         hf.Task(config).check_files()
     if counts_epochs:

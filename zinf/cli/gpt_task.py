@@ -197,7 +197,8 @@ class GptTask:
 
     def check_exports(self) -> None:
         run = self.config.run
-        asked = [k for k in ("export", "export_adapter") if getattr(run, k) is not None]
+        keys = "export", "export_adapter", "push_to_hub"
+        asked = [key for key in keys if getattr(run, key)]
         if asked:
             raise ValueError(
                 f"run.{asked[0]} writes models of model.huggingface only. Remove it, "

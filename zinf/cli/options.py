@@ -143,12 +143,27 @@ FINETUNE = {
     "resume": Option(
         "run.resume", bool, "Continue from the newest checkpoint.", default=False
     ),
+    "push_to_hub": Option(
+        "run.push_to_hub",
+        bool,
+        "Upload OUTPUT to the Hugging Face hub at last.",
+        default=False,
+    ),
+    "hub_model_id": Option(
+        "run.hub_model_id",
+        str,
+        "Repository of the upload, OWNER/NAME or NAME; the name of OUTPUT if absent.",
+    ),
+    "hub_private_repo": Option(
+        "run.hub_private_repo", bool, "Make it a private one.", default=False
+    ),
 }
 
 _OF_GRPO = (
     *("steps", "sequence_length", "too_long", "nvme", "lora"),
     *("lora_alpha", "lora_dropout", "target_modules", "modules_to_save"),
     *("use_rslora", "use_dora", "base_encoding", "adapter", "resume"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo"),
 )
 GRPO = {name: FINETUNE[name] for name in _OF_GRPO} | {
     "learning_rate": Option(

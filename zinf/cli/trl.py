@@ -106,7 +106,6 @@ REFUSED = {
     "eval-packing": "Evaluations are packed as training is.",
     "deepspeed": "Name the file as the config of zinf train.",
     "fsdp": "zinf train CONFIG divides state: zero_optimization.stage, mesh.",
-    "push-to-hub": "Upload the folder: hf upload NAME OUTPUT.",
     "load-best-model-at-end": "The tuned model is that of the last step; --set "
     "run.keep_best=true keeps the best checkpoint beside it.",
     "metric-for-best-model": "The best checkpoint (run.keep_best) goes by the loss.",

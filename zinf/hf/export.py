@@ -38,6 +38,7 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
 from zinf.hf.adapter import naming_of
+from zinf.hf.card import CARD, Run, card_of, write_card
 from zinf.hf.completion import SETTINGS
 from zinf.hf.engine import ModelEngine
 from zinf.hf.folder import SMALL_FILES
@@ -63,12 +64,13 @@ def export(
     kind: str = MASTER,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    run: Run | None = None,
 ) -> None:
     """Write the trained model as a folder that `transformers` loads.
 
-    The folder has the weights in safetensors files, config.json, generation settings
-    and the tokenizer, if the model has one. Adapters are added to the weights that they
-    are beside. The folder appears only when it is complete.
+    The folder has the weights in safetensors files, config.json, generation settings,
+    the tokenizer, if the model has one, and a model card. Adapters are added to the
+    weights that they are beside. The folder appears only when it is complete.
 
     Args:
         directory: absent or empty.
@@ -77,6 +79,7 @@ def export(
         dtype: of the weights; by default the one that they are kept in, which is that
             of the masters if there are any. Values are rounded to the nearest.
         max_shard_bytes: largest sum of tensor bytes in a file.
+        run: how the model was trained, for the card.
 
     Raises:
         FileExistsError, StorageError, BudgetExceeded, ValueError: see
@@ -85,9 +88,9 @@ def export(
     tensors: AbstractTensors = EngineTensors(engine, kind)
     if engine.adapted is not None:
         tensors = MergedTensors(engine.adapted, tensors)
-    write_model(
-        tensors, engine.model, directory, dtype=dtype, max_shard_bytes=max_shard_bytes
-    )
+    card = card_of(engine.model.name, adapter=False, run=run)
+    written = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "card": card}
+    write_model(tensors, engine.model, directory, **written)
 
 
 def write_model(
@@ -97,12 +100,17 @@ def write_model(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    card: str | None = None,
 ) -> None:
-    """`export` with the parameters by name, such as those of a checkpoint."""
+    """`export` with the parameters by name, such as those of a checkpoint.
+
+    Args:
+        card: text of the model card; None: one that names the model.
+    """
     kept = dtype or model.dtype
 
     def beside(folder: Path) -> None:
-        save_small_files(model, folder, kept)
+        save_small_files(model, folder, kept, card=card)
 
     export_safetensors(
         ExportedWeights(tensors, model),
@@ -116,7 +124,11 @@ def write_model(
 
 
 def export_adapter(
-    engine: ModelEngine, directory: Path | str, *, kind: str = MASTER
+    engine: ModelEngine,
+    directory: Path | str,
+    *,
+    kind: str = MASTER,
+    run: Run | None = None,
 ) -> None:
     """Write the trained adapters alone, as a folder that PEFT loads.
 
@@ -126,7 +138,7 @@ def export_adapter(
 
     Args:
         directory: absent or empty. It appears only when it is complete.
-        kind: see `export`.
+        kind, run: see `export`.
 
     Raises:
         ValueError: the engine trains no adapters, or keeps no average of that `kind`.
@@ -138,7 +150,7 @@ def export_adapter(
             "write. Use zinf.hf.export, or give the config an adapter section."
         )
     tensors = EngineTensors(engine, kind)
-    write_adapter(engine.adapted, tensors, engine.model, directory)
+    write_adapter(engine.adapted, tensors, engine.model, directory, run=run)
 
 
 def write_adapter(
@@ -146,6 +158,8 @@ def write_adapter(
     source: Engine | Saved | AbstractTensors,
     model: Model,
     directory: Path | str,
+    *,
+    run: Run | None = None,
 ) -> None:
     """`export_adapter` for an engine, a checkpoint or tensors by path."""
     stacked = [path for path, x in adapted.targets.items() if x.r and x.lead]
@@ -158,6 +172,11 @@ def write_adapter(
             stacked[0],
             len(stacked) - 1,
         )
+
+    def beside(folder: Path) -> None:
+        _save_tokenizer(model, folder)
+        write_card(folder, card_of(model.name, adapter=True, run=run))
+
     save_adapter(
         adapted,
         source,
@@ -165,7 +184,7 @@ def write_adapter(
         base=model.name,
         task=model.peft_task,
         naming=naming_of(model.module),
-        beside=lambda folder: _save_tokenizer(model, folder),
+        beside=beside,
     )
 
 
@@ -184,13 +203,17 @@ def save_small_files(
     folder: Path,
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
+    *,
+    card: str | None = None,
 ) -> None:
-    """Write config.json, and copy what lies beside the weights as it is.
+    """Write config.json and a card, and copy what lies beside the weights as it is.
 
     Args:
         dtype: of the weights.
         quantization: how they are quantized, for config.json.
+        card: text of the model card; None: one that names the model.
     """
+    write_card(folder, card or card_of(model.name, adapter=False))
     module = model.module
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
@@ -214,7 +237,7 @@ def save_small_files(
     left = [
         path.name
         for path in sorted(model.folder.iterdir())
-        if path.name not in (*copied, CONFIG)
+        if path.name not in (*copied, CONFIG, CARD)
         and not path.name.endswith((SUFFIX, INDEX_SUFFIX))
     ]
     if left:

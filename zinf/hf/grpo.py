@@ -29,9 +29,9 @@ from zinf.hf.model import Model
 from zinf.hf.objectives.grpo import drawn_by, longest, read_prompts, rollouts_of
 from zinf.hf.records import records
 from zinf.hf.task import Task
+from zinf.observe.record import METRICS
 
 logger = logging.getLogger(__name__)
-METRICS = "metrics.jsonl"
 # Arguments of TRL's GRPOConfig that are not of its method: keys of the config, and what
 # TRL has by default.
 TRAINING: dict[str, tuple[str, Any]] = {

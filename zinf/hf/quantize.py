@@ -34,6 +34,7 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.chunk import chunk_shape
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
+from zinf.hf.card import card_of
 from zinf.hf.comparison import check_class
 from zinf.hf.engine import TRACED_TOKENS, engine_of
 from zinf.hf.export import METADATA, ExportedWeights, save_small_files
@@ -120,6 +121,10 @@ def quantize(
                     for end, array in parts_of(rounded, bits, dtype).items()
                 }
         section = section_of(bits, group_size, choice.ignored)
+        seen = "" if rows is None else f", over {rows.size:,} tokens of texts"
+        more = f"Linear layers are in {bits} bits, by {method}, with a scale for each "
+        more += f"{group_size} inputs (compressed-tensors){seen}."
+        card = card_of(model.name, adapter=False, more=more)
         stored = model.stored_dtype or model.dtype
         export_safetensors(
             _Quantized(exported, parts),
@@ -127,7 +132,9 @@ def quantize(
             max_shard_bytes=max_shard_bytes,
             names=lambda name: name,
             metadata=METADATA,
-            beside=lambda folder: save_small_files(model, folder, stored, section),
+            beside=lambda folder: save_small_files(
+                model, folder, stored, section, card=card
+            ),
         )
 
 

@@ -40,6 +40,7 @@ from zinf.data.share import own_rows
 from zinf.data.text import Split
 from zinf.distributed import AbstractGroup, Alone
 from zinf.hf.analysis import about_rows
+from zinf.hf.card import card_of, run_of
 from zinf.hf.dataset import (
     Samples,
     batches,
@@ -62,6 +63,7 @@ from zinf.hf.engine import (
 from zinf.hf.export import write_adapter, write_model
 from zinf.hf.folder import SMALL_FILES
 from zinf.hf.frozen import Frozen
+from zinf.hf.hub import check_login, push
 from zinf.hf.judge import Judge
 from zinf.hf.model import IGNORED, Model, load_as_stored
 from zinf.hf.objectives import objective_of
@@ -69,6 +71,7 @@ from zinf.hf.objectives.objective import Objective
 from zinf.hf.packing import Packed
 from zinf.hf.reference import open_reference
 from zinf.inference import ROWS
+from zinf.observe.record import METRICS
 
 ALONE = Alone()
 logger = logging.getLogger(__name__)
@@ -297,11 +300,35 @@ class Task:
 
     def check_exports(self) -> None:
         """Refuse an export that cannot be made, before the run and not after it."""
-        if self.config.run.export_adapter is not None and self.config.adapter is None:
+        run = self.config.run
+        if run.export_adapter is not None and self.config.adapter is None:
             raise ValueError(
                 "run.export_adapter names a folder, and the config has no adapter "
                 "section. Remove it, or add one, such as adapter: {r: 16}."
             )
+        if not run.push_to_hub:
+            if run.hub_model_id is not None:
+                raise ValueError(
+                    f"run.hub_model_id is {run.hub_model_id}, and nothing is uploaded. "
+                    "Set run.push_to_hub (--push-to-hub), or leave it out."
+                )
+            return
+        if self._pushed is None:
+            raise ValueError(
+                "run.push_to_hub uploads a folder, and neither run.export nor "
+                "run.export_adapter names one. Name one, or leave it out."
+            )
+        check_login(self._repository)
+
+    @property
+    def _pushed(self) -> Path | None:
+        """The folder that is uploaded."""
+        return self.config.run.export or self.config.run.export_adapter
+
+    @property
+    def _repository(self) -> str:
+        assert self._pushed is not None
+        return self.config.run.hub_model_id or self._pushed.name
 
     def check_verified(self) -> None:
         """Refuse what `zinf verify` does not train beside plain jax."""
@@ -325,18 +352,23 @@ class Task:
         if run.export is None and run.export_adapter is None:
             return
         tensors, adapted = parameters(source, run.weights), None
+        trained = run_of(self.config, run.metrics or run.output / METRICS)
         if self.config.adapter is not None:
             is_here = isinstance(source, ModelEngine)
             adapted = source.adapted if is_here else self.adapted()
         if run.export is not None:
             dtype = self.model.stored_dtype or self.config.compute_dtype
             whole = tensors if adapted is None else MergedTensors(adapted, tensors)
-            write_model(whole, self.model, run.export, dtype=dtype)
+            card = card_of(self.model.name, adapter=False, run=trained)
+            write_model(whole, self.model, run.export, dtype=dtype, card=card)
             say(f"The tuned model is in {run.export}, in {dtype}.")
         if run.export_adapter is not None:
             assert adapted is not None, "check_exports refused it"
-            write_adapter(adapted, tensors, self.model, run.export_adapter)
+            write_adapter(adapted, tensors, self.model, run.export_adapter, run=trained)
             say(f"The adapter is in {run.export_adapter}.")
+        if run.push_to_hub and self._pushed is not None:
+            address = push(self._pushed, self._repository, private=run.hub_private_repo)
+            say(f"{self._pushed} is uploaded: {address}")
 
     def write_adapter(self, tensors: AbstractTensors, output: Path) -> None:
         """Write the adapters among parameters of a checkpoint, as PEFT does."""

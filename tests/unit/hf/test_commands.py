@@ -3,6 +3,8 @@
 import json
 import os
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +26,10 @@ from tests.unit.hf.models import (
     write,
 )
 
+import huggingface_hub  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
+from safetensors.numpy import load_file  # isort: skip
 
 from zinf import hf  # isort: skip
 from zinf.cli.finetune import model_config  # isort: skip
@@ -75,6 +79,20 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     assert words.decode([int(torch_logits(tuned, ids)[0, -1].argmax())]) == "w2"
     # As the files were, from the masters.
     assert tuned.config.dtype == torch.float32
+    # What vLLM and llama.cpp's convert_hf_to_gguf.py read.
+    config = json.loads((output / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
+        path.name for path in output.iterdir()
+    }
+    assert len(words) <= config["vocab_size"] == VOCAB
+    card = (output / "README.md").read_text()
+    assert "* data: `data.jsonl`" in card
+    assert "* data: `held.jsonl (evaluation)`" in card
+    assert f"* steps: {len(steps)}\n* loss of the last step: " in card
+    assert f"evaluation: {steps[-1]['evaluation_loss']:.4g}" in card
+    assert "Command: `zinf train config.yaml`" in card
+    assert str(tmp_path) not in card
     again = run("finetune", folder, *common, code=2)
     assert "is there already" in again.output
 
@@ -118,6 +136,52 @@ def test_a_folder_with_adapters_alone_has_the_tokenizer(merges, tmp_path):
     assert words.chat_template == CHAT
     assert words("w3 w1").input_ids == tokenizer()("w3 w1").input_ids
     assert not (alone / "config.json").exists()
+    # vLLM reads these names, and no lengths of DoRA or whole modules beside them.
+    names = load_file(alone / "adapter_model.safetensors")
+    end = r"base_model\.model\.model\.layers\.\d\..*_proj\.lora_[AB]\.weight"
+    assert all(re.fullmatch(end, name) for name in names)
+    settings = json.loads((alone / "adapter_config.json").read_text())
+    assert settings["r"] == 2 and settings["peft_type"] == "LORA"
+
+
+class FakeHub:
+    """The client of the hub, which records what it is asked for."""
+
+    asked: list[tuple] = []
+
+    def whoami(self):
+        return {"name": "somebody"}
+
+    def create_repo(self, name, *, private, exist_ok):
+        self.asked.append(("create", name, private))
+        assert exist_ok
+        return SimpleNamespace(repo_id=f"somebody/{name.rpartition('/')[2]}")
+
+    def upload_folder(self, *, folder_path, repo_id, commit_message):
+        names = {path.name for path in Path(folder_path).iterdir()}
+        self.asked.append(("upload", repo_id, names))
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+
+@pytest.mark.slow
+def test_a_tuned_model_is_uploaded_when_it_is_complete(tmp_path, monkeypatch):
+    folder, data, output = model_folder(tmp_path), data_file(tmp_path), tmp_path / "out"
+    common = ["--data", data, "--output", output, "--steps", 1, "--samples", 3]
+    common += ["--push_to_hub", "--hub_private_repo", "true"]
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    refused = run("finetune", folder, *common, code=2)
+    assert "to be uploaded to out, and nobody is logged in" in refused.output
+    assert not (tmp_path / "out.run").exists()
+    refused = run("finetune", folder, *common, "--hub_model_id", "a/b/c", code=2)
+    assert "run.hub_model_id is 'a/b/c', which is no name" in refused.output
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "secret")
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    done = run("finetune", folder, *common, "--hub_model_id", "me/mine")
+    assert "is uploaded: https://hub/somebody/mine/commit/1" in done.output
+    created, (_, name, files) = FakeHub.asked
+    assert created == ("create", "me/mine", True)
+    assert name == "somebody/mine"
+    assert files >= {"README.md", "config.json", "tokenizer.json", "model.safetensors"}
 
 
 # Neither a token that fills up rows nor, in the second case, one that ends texts.

@@ -427,6 +427,15 @@ class Run(Section):
     """Folder for the trained adapters, in the form that PEFT loads, with
     model.huggingface and an adapter section; null: none is written."""
 
+    push_to_hub: Flag = False
+    """Upload `export`, or `export_adapter` without it, to the Hugging Face hub."""
+
+    hub_model_id: Text | None = None
+    """Repository of the upload, OWNER/NAME or NAME; null: the name of the folder."""
+
+    hub_private_repo: Flag = False
+    """Whether a repository that the upload makes is private."""
+
     checkpoint_every: Count | None = None
     """Steps between checkpoints; null: only at the end."""
 
