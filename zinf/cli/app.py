@@ -19,6 +19,7 @@ from zinf.cli.inference import (
     embed,
     evaluate,
     generate,
+    prune,
     quantize,
     score,
 )
@@ -54,6 +55,7 @@ app.command()(evaluate)
 app.command()(score)
 app.command()(embed)
 app.command()(quantize)
+app.command()(prune)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 TunedModel = Annotated[Path, typer.Option(help="Folder for the tuned model.")]

@@ -481,6 +481,61 @@ def quantize(
         )
 
 
+def prune(
+    model: WholeModel,
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder for the model; it appears only when it is complete."),
+    ],
+    experts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep so many experts of each layer, the most used."),
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Keep these layers, such as 0,4,8.")
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Texts that use experts: JSON lines, a JSON array or parquet, with "
+            "lines as zinf finetune takes; repeatable."
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Most rows of --data that are read.")
+    ] = 128,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a row, which texts fill one after the other. If absent, "
+            "2048, or what the model was made for.",
+        ),
+    ] = None,
+    nvme: Nvme = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Write a model with the most used of its experts, or with some of its layers.
+
+    zinf and transformers read the folder, and zinf finetune trains it on.
+    """
+    from zinf.cli.generate import budgets
+    from zinf.cli.prune import write_pruned
+
+    with clean_errors(traceback):
+        write_pruned(
+            model,
+            data or (),
+            output,
+            budgets(overrides or (), nvme, None),
+            experts=experts,
+            layers=layers,
+            samples=samples,
+            sequence_length=sequence_length,
+        )
+
+
 def _is_config(name: str) -> bool:
     """Whether an argument names a config of zinf, and no model of transformers."""
     path = Path(name)

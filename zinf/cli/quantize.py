@@ -6,6 +6,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
+import numpy as np
+
 from zinf import hf
 from zinf.core.config import Config
 from zinf.core.text.complaint import complain, tell
@@ -34,16 +36,7 @@ def write_quantized(
     start = perf_counter()
     model = hf.load_as_stored(name)
     hf.check_quantizing(model, bits, method, output, has_rows=bool(data))
-    rows = None
-    if data:
-        length = sequence_length or min(LENGTH, model.max_length or LENGTH)
-        lines = chain.from_iterable(map(hf.records, data))
-        rows = hf.calibration_rows(model, lines, samples=samples, length=length)
-        if len(rows) < samples:
-            complain(
-                f"--data has {len(rows):,} rows of {length:,} tokens, fewer than "
-                f"--samples {samples:,}."
-            )
+    rows = rows_of(model, data, samples, sequence_length) if data else None
     hf.quantize(
         model,
         output,
@@ -55,3 +48,22 @@ def write_quantized(
         say=complain,
     )
     tell(f"wrote {output} in {perf_counter() - start:,.1f} s")
+
+
+def rows_of(
+    model: hf.Model, data: Sequence[Path], samples: int, sequence_length: int | None
+) -> np.ndarray:
+    """The rows of tokens that the options of a command ask for.
+
+    Raises:
+        ValueError: see `zinf.hf.calibration_rows`.
+    """
+    length = sequence_length or min(LENGTH, model.max_length or LENGTH)
+    lines = chain.from_iterable(map(hf.records, data))
+    rows = hf.calibration_rows(model, lines, samples=samples, length=length)
+    if len(rows) < samples:
+        complain(
+            f"--data has {len(rows):,} rows of {length:,} tokens, fewer than "
+            f"--samples {samples:,}."
+        )
+    return rows

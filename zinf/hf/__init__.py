@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from zinf.hf.model import load as load
     from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.objectives.dpo import Preference as Preference
+    from zinf.hf.prune import check_pruning as check_pruning
+    from zinf.hf.prune import most_used as most_used
+    from zinf.hf.prune import prune_experts as prune_experts
+    from zinf.hf.prune import prune_layers as prune_layers
+    from zinf.hf.prune import use_of_experts as use_of_experts
     from zinf.hf.quantize import calibration_rows as calibration_rows
     from zinf.hf.quantize import check_quantizing as check_quantizing
     from zinf.hf.quantize import quantize as quantize

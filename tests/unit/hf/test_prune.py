@@ -1,0 +1,184 @@
+"""`zinf prune`: fewer experts, chosen by their use, or fewer layers."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.command import run
+from tests.unit.hf.models import (
+    SMALL,
+    VOCAB,
+    llama,
+    make,
+    model_folder,
+    off,
+    on_tier,
+    params_of,
+    reloaded,
+    save,
+    tokens,
+    torch_logits,
+    write,
+)
+
+import jax  # isort: skip
+import jax.numpy as jnp  # isort: skip
+import torch  # isort: skip
+import transformers  # isort: skip
+from safetensors.numpy import load_file  # isort: skip
+from torchax.interop import jax_view, torch_view  # isort: skip
+
+from zinf import hf  # isort: skip
+
+pytestmark = pytest.mark.slow
+COUNT, KEPT, LENGTH = 8, 4, 12
+NAMES = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+
+
+def mixture(kind="mixtral", **changes):
+    sizes = SMALL | {"num_experts_per_tok": 2} | changes
+    if kind == "gpt_oss":
+        return transformers.GptOssConfig(**sizes, num_local_experts=COUNT, head_dim=8)
+    if kind == "qwen3_moe":
+        inner = {"moe_intermediate_size": 16, "head_dim": 8}
+        return transformers.Qwen3MoeConfig(**sizes, **inner, num_experts=COUNT)
+    return transformers.MixtralConfig(**sizes, num_local_experts=COUNT)
+
+
+def rows(count=5):
+    return np.random.default_rng(1).integers(3, VOCAB, (count, LENGTH), np.int32)
+
+
+def torch_use(model, ids):
+    """How often torch's routers choose each expert."""
+    use = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, given, name=name: use.update(
+                {name: np.bincount(given[1].numpy().reshape(-1), minlength=COUNT)}
+            )
+        )
+        for name, module in model.named_modules()
+        if name in NAMES
+    ]
+    torch_logits(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return use
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_use_is_what_the_routers_of_torch_choose(tier, tmp_path):
+    torch_model = save(mixture(), tmp_path / "model")
+    wanted = torch_use(torch_model, rows())
+    model, config = hf.load(tmp_path / "model"), on_tier(tier, tmp_path)
+    found = hf.use_of_experts(model, rows(), config)
+    assert found.keys() == wanted.keys() == {*NAMES}
+    for name in NAMES:
+        np.testing.assert_array_equal(found[name], wanted[name])
+        assert found[name].sum() == 5 * LENGTH * 2
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_pruned_is_masked_before_the_softmax_to_the_bit(kind, tmp_path, monkeypatch):
+    """The routers of the whole model get -inf for the experts that are left out."""
+    torch_model = save(mixture(kind), tmp_path / "model")
+    whole = hf.load(tmp_path / "model")
+    use = hf.use_of_experts(whole, rows())
+    kept = hf.most_used(use, KEPT)
+    hf.prune_experts(whole, tmp_path / "pruned", kept)
+    small = hf.load(tmp_path / "pruned")
+    params, pruned_model = params_of(torch_model), reloaded(tmp_path / "pruned")
+    pruned = params_of(pruned_model)
+    wanted = jax.jit(small.logits)(pruned, {"input_ids": tokens()})
+
+    # The scores of a router come from the only linear function with `COUNT` rows.
+    linear, calls = torch.nn.functional.linear, iter(NAMES)
+
+    def masked(x, weight, bias=None):
+        scores = linear(x, weight, bias)
+        if weight.shape[0] != COUNT:
+            return scores
+        gone = np.ones((1, COUNT), bool)
+        gone[0, kept[next(calls)]] = False
+        return torch_view(jnp.where(gone, -jnp.inf, jax_view(scores)))
+
+    monkeypatch.setattr(torch.nn.functional, "linear", masked)
+    found = jax.jit(whole.logits)(params, {"input_ids": tokens()})
+    assert next(calls, None) is None
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    assert off(wanted, torch_logits(pruned_model, tokens())) < 2e-6
+
+
+def data_of(folder):
+    texts = [" ".join(f"w{(i + j) % 40}" for j in range(16)) for i in range(4)]
+    lines = [{"text": text} for text in texts]
+    return write(folder / "texts.jsonl", lines)
+
+
+def test_the_command_writes_a_model_that_transformers_loads(tmp_path):
+    folder, output = model_folder(tmp_path), tmp_path / "pruned"
+    save(mixture(), folder)
+    command = ["prune", folder, "--output", output, "--experts", KEPT]
+    command += ["--data", data_of(tmp_path), "--sequence-length", LENGTH]
+    done = run(*command)
+    assert f"{NAMES[0]}: {KEPT} of {COUNT} experts, which had " in done.output
+    config = json.loads((output / "config.json").read_text())
+    assert config["num_local_experts"] == KEPT
+    small = reloaded(output)
+    assert torch_logits(small, tokens()).shape == (*tokens().shape, VOCAB)
+    card = (output / "README.md").read_text()
+    assert f"{KEPT} experts of each layer are kept" in card
+    # In the form of the files: an expert has a tensor of its own.
+    stems = {n.rpartition(".w1.")[0] for n in load_file(next(output.glob("*.safe*")))}
+    assert f"model.layers.0.block_sparse_moe.experts.{KEPT - 1}" in stems
+    assert f"model.layers.0.block_sparse_moe.experts.{KEPT}" not in stems
+
+
+def test_a_student_begins_with_layers_of_its_teacher(tmp_path):
+    """As torch without the others, and in the files' form."""
+    teacher = save(llama(num_hidden_layers=4), tmp_path / "model")
+    output = tmp_path / "student"
+    run("prune", tmp_path / "model", "--output", output, "--layers", "0,3")
+    kept = [teacher.model.layers[i] for i in (0, 3)]
+    teacher.model.layers = torch.nn.ModuleList(kept)
+    wanted = torch_logits(teacher, tokens())
+    student = reloaded(output)
+    assert student.config.num_hidden_layers == 2
+    np.testing.assert_array_equal(torch_logits(student, tokens()), wanted)
+
+
+def grouped():
+    parts = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+    parts |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_shared_experts": 1}
+    routes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2}
+    routes |= {"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+    return transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4}, **parts, **routes
+    )
+
+
+def test_what_cannot_be_pruned_is_refused_by_name(tmp_path):
+    data, plain = data_of(tmp_path), model_folder(tmp_path / "plain")
+    mixed, groups = model_folder(tmp_path / "mixed"), model_folder(tmp_path / "groups")
+    save(mixture(), mixed)
+    make(grouped()).save_pretrained(groups)
+
+    def command(folder, *options):
+        common = ["--output", tmp_path / "out", "--sequence-length", LENGTH]
+        return lambda: run("prune", folder, *common, *options, code=2).output
+
+    wanted = {
+        command(mixed): "Give one of --experts and --layers",
+        command(mixed, "--experts", 4): "no texts are given: --data FILE",
+        command(mixed, "--experts", 9, "--data", data): "chooses 2. Keep 2 to 8",
+        command(mixed, "--experts", 1, "--data", data): "1 experts are to be kept",
+        command(plain, "--experts", 4, "--data", data): "has no routed experts",
+        command(groups, "--experts", 4, "--data", data): "are in 2 groups",
+        command(plain, "--layers", "0,7"): "has layers 0 to 1",
+        command(plain, "--layers", "a"): "must be numbers with commas",
+    }
+    for call, words in wanted.items():
+        assert words in " ".join(call().split())
+    assert not (tmp_path / "out").exists()
