@@ -13,6 +13,10 @@ from zinf.core.optim.separate import State as State
 from zinf.core.optim.separate import separate as separate
 from zinf.core.optim.transforms.factory import build_optimizer as build_optimizer
 from zinf.core.optim.transforms.factory import build_schedule as build_schedule
+from zinf.core.optim.transforms.group_lasso import Member as Member
+from zinf.core.optim.transforms.group_lasso import group_lasso as group_lasso
+from zinf.core.optim.transforms.group_lasso import vanished as vanished
+from zinf.core.optim.transforms.group_lasso import without as without
 from zinf.core.optim.update import Unit as Unit
 from zinf.core.optim.update import Updates as Updates
 from zinf.core.optim.update import UpdateStep as UpdateStep
