@@ -157,6 +157,17 @@ def test_metrics_of_nothing_are_left_out():
     assert rl.metric_values({**aux, "c_max": np.array([1.0, 3.0])}) == {"c_max": 3.0}
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_the_penalty_of_a_token_is_the_estimate_of_its_divergence(estimator):
+    """Schulman's estimators, http://joschu.net/blog/kl-approx.html."""
+    logps, ref_logps = np.log([[0.5, 0.2]]), np.log([[0.25, 0.3]])
+    ratio = np.array([[0.5, 1.5]])
+    expected = {"k1": -np.log(ratio), "k3": ratio - 1 - np.log(ratio)}[estimator]
+    named = {"kl_coef": 0.1, "kl_estimator": estimator}
+    found = rl.token_rewards([0.0], logps, ref_logps, np.ones((1, 2)), **named)
+    np.testing.assert_allclose(found, -0.1 * expected, rtol=1e-12)
+
+
 ONES = np.ones((2, 3))
 REFUSED = {
     "'f' returned 2; it must return a list of 3": lambda: rl.as_rewards("f", [1, 2], 3),
