@@ -26,7 +26,7 @@ from zinf.hf.engine import ModelEngine
 from zinf.hf.export import export, export_adapter
 from zinf.hf.judge import judges_among, load_rewards
 from zinf.hf.model import Model
-from zinf.hf.objectives.grpo import drawn_by, longest, read_prompts, rollouts_of
+from zinf.hf.objectives.from_rewards import longest, read_prompts, rollouts_of
 from zinf.hf.records import records
 from zinf.hf.task import Task
 from zinf.observe.record import METRICS
@@ -243,18 +243,19 @@ class GRPOTrainer:
             most = task.model.max_length
             length = length if most is None else min(length, most)
             raw = override(raw, [f"data.sequence_length={length}"])
-        per_epoch = len(prompts) * loaded.grpo.num_generations
-        per_epoch *= loaded.grpo.num_iterations
+        settings = loaded.completions
+        per_epoch = len(prompts) * settings.group_size * settings.num_uses
         steps = args.num_steps(per_epoch, batch_size(loaded))
         raw = override(raw, [f"run.steps={steps}"])
         self.config, _ = on_devices(raw, mesh)
         self.task = Task(self.config)
         functions = _functions(reward_funcs, self.config)
-        rollouts = rollouts_of(
-            self.task.model, self.config, prompts, functions, length=self.task.length
-        )
+        drawing = self.task.objective.drawing
+        assert drawing is not None, "the objective is drawn"
+        given = self.task.model, self.config, prompts, functions
+        rollouts = rollouts_of(drawing.kind, *given, length=self.task.length)
         self.engine = self.task.engine(mesh, judges=judges_among(functions))
-        self.rollouts = drawn_by(rollouts, self.engine, self.config)
+        self.rollouts = drawing.by(rollouts, self.engine, self.config)
 
     def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
         """Train, and return the metrics of the last step.

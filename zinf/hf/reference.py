@@ -38,7 +38,7 @@ def open_reference(
     Raises:
         InfeasibleError: it does not fit its share of the budgets.
     """
-    temperature, count = config.grpo.temperature, config.num_microbatches
+    temperature, count = config.completions.temperature, config.num_microbatches
     zeros = np.zeros((rows, length), np.int32)
 
     def run(own: Config) -> ModelEngine:

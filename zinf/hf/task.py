@@ -26,7 +26,7 @@ from zinf.core.interchange.sources import parameters
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.plan import InfeasibleError
-from zinf.core.rollouts import Rollouts
+from zinf.core.rollouts.rollouts import AbstractRollouts
 from zinf.core.trainer import Hook
 from zinf.data import (
     Bucket,
@@ -567,7 +567,7 @@ class Task:
         drawing = self.objective.drawing
         if drawing is None:
             return data, ()
-        assert isinstance(data, Rollouts), "made by `dataset`"
+        assert isinstance(data, AbstractRollouts), "made by `dataset`"
         found = drawing.by(data, engine, self.config)
         return found, (found.hook,)
 

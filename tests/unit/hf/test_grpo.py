@@ -28,7 +28,7 @@ from zinf.core.plan import InfeasibleError  # isort: skip
 from zinf.core.program import Tier  # isort: skip
 from zinf.core.rollouts import Samples  # isort: skip
 from zinf.hf.judge import load_judge  # isort: skip
-from zinf.hf.objectives.grpo import prompts_of  # isort: skip
+from zinf.hf.objectives.from_rewards import prompts_of  # isort: skip
 from zinf.hf.prefill import Prefill  # isort: skip
 
 REWARDS = """

@@ -1,52 +1,30 @@
 """The `grpo` section: training from rewards, with TRL's names and defaults."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from zinf.core.config.scalar import (
-    Count,
-    Flag,
-    NonNegative,
-    Number,
-    Positive,
-    Seconds,
-    Text,
-    Whole,
-)
-from zinf.core.config.section import Section, Violation
-
-Share = Annotated[Number, Field(gt=0, le=1)]
+from zinf.core.config.completions import Completions, Share
+from zinf.core.config.scalar import Count, Flag, NonNegative, Number, Positive
+from zinf.core.config.section import Violation
 
 
-def _many(value: object) -> object:
-    if isinstance(value, list):
-        return tuple(value)
-    return (value,) if isinstance(value, str) else value
-
-
-class Grpo(Section):
+class Grpo(Completions):
     """Draws completions of prompts, and makes those likelier that are rewarded more.
 
     GRPO (https://arxiv.org/abs/2402.03300) compares each completion with the others of
     its prompt. A microbatch is TRL's batch of a device.
     """
 
+    KEY: ClassVar[str] = "grpo"
+    LENGTH: ClassVar[str] = "max_completion_length"
+    TIMES: ClassVar[str] = "num_iterations"
+    PENALTY: ClassVar[str] = "beta"
+
     algorithm: Literal["grpo", "rloo"] = "grpo"
     """grpo, or rloo: REINFORCE whose baseline is the mean of the other completions of
     the prompt, one ratio a sequence (https://arxiv.org/abs/2402.14740)."""
-
-    rewards: Annotated[tuple[Text, ...], BeforeValidator(_many)] = ()
-    """Rewards, each a function as FILE.py:FUNCTION, or a reward model: its folder, or
-    its name on the hub."""
-
-    reward_weights: Annotated[tuple[Number, ...] | None, BeforeValidator(_many)] = None
-    """A factor for each reward; null: 1 each."""
-
-    reward_timeout: Seconds = 60.0
-    """Seconds that a call of a reward function may take; what takes longer is left
-    out."""
 
     num_generations: Annotated[Count, Field(ge=2)] = 8
     """Completions of a prompt, which are a group."""
@@ -63,25 +41,6 @@ class Grpo(Section):
 
     num_iterations: Count = 1
     """How often each completion is trained on (mu of the paper)."""
-
-    shuffle_dataset: Flag = True
-    """Take prompts in another order in each epoch; false: in the order of the file."""
-
-    temperature: Positive = 1.0
-    """Logits are divided by it, in drawing and in the loss."""
-
-    top_p: Share = 1.0
-    """Draw from the likeliest tokens that have this probability together."""
-
-    top_k: Whole = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
-
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    """Draw from tokens with this share of the likeliest one's probability; null:
-    all."""
-
-    repetition_penalty: Positive = 1.0
-    """Of tokens that the text has already; 1: none."""
 
     beta: NonNegative = 0.0
     """Factor of the divergence from the reference, which is the model as training
@@ -148,6 +107,10 @@ class Grpo(Section):
     ref_model_sync_steps: Count = 512
     """Steps between moves of the reference."""
 
+    @property
+    def group_size(self) -> int:
+        return self.num_generations
+
     def violations(self) -> Iterator[Violation]:
         if self.sync_ref_model:
             text = "is not supported yet: the reference is the model as training begins"
@@ -158,7 +121,4 @@ class Grpo(Section):
                 ("generation_batch_size",),
                 f"{text} steps_per_generation. Remove one of them.",
             )
-        weights, rewards = self.reward_weights, self.rewards
-        if weights is not None and rewards and len(weights) != len(rewards):
-            text = f"has {len(weights)} numbers, and there are {len(rewards)} rewards."
-            yield ("reward_weights",), text
+        yield from super().violations()

@@ -8,6 +8,7 @@ from pydantic import Field, PrivateAttr
 
 from zinf.core.config.adapter import Adapter
 from zinf.core.config.batch import BatchSizes, batch_sizes
+from zinf.core.config.completions import Completions
 from zinf.core.config.deepspeed import DeepSpeedKeys
 from zinf.core.config.distillation import Distillation
 from zinf.core.config.dynamic_batching import DynamicBatching
@@ -134,6 +135,11 @@ class Settings(DeepSpeedKeys):
         """Tier of segment inputs until backward needs them; None: placed by budget."""
         is_offloaded = self.activation_checkpointing.cpu_checkpointing
         return Tier.HOST if is_offloaded else None
+
+    @property
+    def completions(self) -> Completions:
+        """How completions are drawn, where the objective has them drawn."""
+        return self.grpo
 
     @property
     def device_bytes(self) -> int | None:

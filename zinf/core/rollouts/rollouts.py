@@ -1,48 +1,37 @@
 """Batches of completions that the engine in training draws, and rewards judge.
 
-`Rollouts` is a dataset that asks an engine, as `zinf.data.Taught` is. Each time its
-completions are used up it draws others: prompts in a keyed order, a group of
+`AbstractRollouts` is a dataset that asks an engine, as `zinf.data.Taught` is. Each time
+its completions are used up it draws others: prompts in a keyed order, a group of
 completions of each, with the log-probabilities that they were drawn with. Tokens are
 kept as they were drawn and never made of texts again. Rewards are computed in a thread,
 while the engine scores the tokens by the program of training. All that a loss weighs is
-in the batch, so no number depends on microbatches or devices.
+in the batch, so no number depends on microbatches or devices. What it is made of
+rewards is up to the subclasses: `grpo.py` and `ppo.py`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import grain
 import jax
 import numpy as np
 
-from zinf.core.config.grpo import Grpo
+from zinf.core.config.completions import Completions
 from zinf.core.engine.engine import Engine
 from zinf.core.rl import (
     difference_metrics,
-    entropy_mask,
-    grpo_advantages,
-    importance_correction,
     is_truncated,
     reward_metrics,
-    rloo_advantages,
     token_rows,
-    token_weights,
-    with_kl,
 )
 from zinf.core.rollouts.calls import AbstractRewardModel, Rewarded, Rewards, Samples
-from zinf.core.rollouts.sizes import (
-    Prompt,
-    Sizes,
-    batch_names,
-    batch_spec,
-    check_room,
-    scores_by_trainer,
-)
+from zinf.core.rollouts.sizes import Prompt, Sizes, batch_spec, check_room
 from zinf.core.rollouts.texts import Told
 from zinf.core.trainer import Hook
 from zinf.data import AbstractForeseen
@@ -55,8 +44,49 @@ IGNORED = -100
 SALT = 0x524C
 
 
-class Rollouts(grain.IterDataset):
-    """Batches for a loss of `policy_loss`, without an end.
+@dataclass(frozen=True)
+class Judged:
+    """N completions as rows, with what was found of their tokens; all are arrays.
+
+    Attributes:
+        is_drawn: 1 for tokens that the model drew, (N, tokens - 1).
+        is_cut: whether no end token ended a completion, (N,).
+        rewards: float64 (N,); NaN for completions that are left out.
+        logps: log-probabilities by the model in training, or if it was not asked those
+            that tokens were drawn with, (N, tokens - 1).
+        drawn_logps, entropies: of the draws, (N, tokens - 1).
+        reference: log-probabilities by the reference, if there is one.
+        more: what `AbstractRollouts.ask` found.
+    """
+
+    is_drawn: np.ndarray
+    is_cut: np.ndarray
+    rewards: np.ndarray
+    logps: np.ndarray
+    drawn_logps: np.ndarray
+    entropies: np.ndarray
+    reference: np.ndarray | None
+    more: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """What rewards come to.
+
+    Attributes:
+        arrays: leaves of batches: those of `AbstractRollouts.names`, (N, tokens - 1),
+            and `denominators` (N,).
+        advantages: of the completions, (N,), to be shown.
+        metrics: of the step that begins with these completions.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    advantages: np.ndarray
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class AbstractRollouts(grain.IterDataset):
+    """Batches of completions, without an end.
 
     Args:
         prompts: those of an epoch.
@@ -82,7 +112,7 @@ class Rollouts(grain.IterDataset):
         self,
         prompts: Sequence[Prompt],
         rewards: Rewards,
-        settings: Grpo,
+        settings: Completions,
         *,
         length: int,
         batch_size: int,
@@ -99,44 +129,71 @@ class Rollouts(grain.IterDataset):
             raise ValueError("There is no prompt. Give at least one record.")
         self.prompts, self.rewards, self.settings = prompts, rewards, settings
         self.length, self.num_microbatches = length, num_microbatches
-        self.sizes = Sizes.of(
-            settings, batch=batch_size, num_microbatches=num_microbatches
-        )
+        self.sizes = self.sizes_of(batch_size, num_microbatches)
         self.decode, self.eos_token_ids = decode, tuple(eos_token_ids)
         self.padding, self.tokens_name = padding, tokens_name
         self.draw_seed = seed
         for prompt in prompts:
-            check_room(prompt, settings.max_completion_length, length)
+            check_room(prompt, settings, length)
         places = [p.where for p in prompts]
         rewards.check([p.columns for p in prompts], places)
         for model in rewards.models.values():
             model.check([p.shown for p in prompts], places)
         self._engine: Engine | None = None
-        self._reference: Score | None = None
+        self.reference: Score | None = None
         self.told = Told(texts)
+
+    @abstractmethod
+    def sizes_of(self, batch_size: int, num_microbatches: int) -> Sizes:
+        """How many completions are drawn at once.
+
+        Raises:
+            ValueError: sizes do not divide each other.
+        """
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The leaves (rows, tokens - 1) of a batch, beside tokens and labels."""
+
+    @property
+    @abstractmethod
+    def is_scored(self) -> bool:
+        """Whether the model in training scores the tokens before the first step."""
+
+    def ask(self, arrays: Arrays) -> Arrays:
+        """What else models say of drawn rows, (rows, tokens - 1) each."""
+        return {}
+
+    @abstractmethod
+    def weighed(self, judged: Judged) -> Weighed:
+        """Weights and advantages of tokens, and all else that the loss reads."""
 
     def of(
         self,
         engine: Engine,
         reference: Score | None = None,
         models: Sequence[AbstractRewardModel] = (),
-    ) -> "Rollouts":
+    ) -> Self:
         """These rollouts, drawn by an engine from now on.
 
         Args:
             reference: from a batch to log-probabilities of its tokens by the
-                reference, float32 (rows, tokens - 1). Needed if `beta` is above 0.
+                reference, float32 (rows, tokens - 1). Needed if the divergence from it
+                has a factor.
             models: stand for the reward models among the rewards, in their order.
 
         Raises:
-            ValueError: there is a `beta` and no reference.
+            ValueError: there is such a factor and no reference.
         """
-        if self.settings.beta and reference is None:
+        settings = self.settings
+        if settings.penalty and reference is None:
+            key = f"{settings.KEY}.{settings.PENALTY}"
             raise ValueError(
-                f"grpo.beta is {self.settings.beta}, and there is no reference to "
-                "diverge from. Give reference=, or set grpo.beta to 0."
+                f"{key} is {settings.penalty}, and there is no reference to diverge "
+                f"from. Give reference=, or set {key} to 0."
             )
-        self._engine, self._reference = engine, reference
+        self._engine, self.reference = engine, reference
         self.rewards = self.rewards.asking(models)
         return self
 
@@ -156,26 +213,26 @@ class Rollouts(grain.IterDataset):
         return (
             f"{len(self.prompts):,} prompts; {sizes.drawn} completions are drawn at "
             f"once, {group} of each of {sizes.num_prompts} prompts, for "
-            f"{sizes.num_steps * self.settings.num_iterations} steps"
+            f"{sizes.num_steps * self.settings.num_uses} steps"
         )
 
     def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the batch of a step."""
-        rows, names = self.sizes.batch, batch_names(self.settings, self.sizes)
-        return batch_spec(names, rows, self.length, self.tokens_name)
+        rows = self.sizes.batch
+        return batch_spec(self.names, rows, self.length, self.tokens_name)
 
     def __iter__(self) -> "RolloutsIterator":
         return RolloutsIterator(self)
 
 
 class RolloutsIterator(AbstractForeseen):
-    """Iterates over `Rollouts`.
+    """Iterates over `AbstractRollouts`.
 
     Its state is the number of times that completions were drawn, and the batches of the
     last ones while some are to be used, which the engine could not draw again.
     """
 
-    def __init__(self, rollouts: Rollouts) -> None:
+    def __init__(self, rollouts: AbstractRollouts) -> None:
         super().__init__()
         self._rollouts = rollouts
         self._num_drawn = self._num_used = 0
@@ -184,7 +241,7 @@ class RolloutsIterator(AbstractForeseen):
     @property
     def _num_uses(self) -> int:
         own = self._rollouts
-        return own.sizes.num_steps * own.settings.num_iterations
+        return own.sizes.num_steps * own.settings.num_uses
 
     def __next__(self) -> Arrays:
         own = self._rollouts
@@ -258,7 +315,7 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
-def _drawn(own: Rollouts, time: int) -> _Drawn:
+def _drawn(own: AbstractRollouts, time: int) -> _Drawn:
     settings, sizes, began = own.settings, own.sizes, perf_counter()
     seed = own.draw_seed if settings.shuffle_dataset else None
     numbers = prompt_numbers(len(own.prompts), sizes, time=time, seed=seed)
@@ -280,37 +337,23 @@ def _drawn(own: Rollouts, time: int) -> _Drawn:
         arrays["labels"] = np.where(shifted != 0, tokens, IGNORED).astype(np.int32)
     drawn_logps = _placed([one.log_probabilities for one in written], is_drawn)
     logps, reference = drawn_logps, None
-    if scores_by_trainer(settings, sizes):
-        logps = _in_steps(own, _scores(own), arrays)
-    if own._reference is not None and settings.beta:
-        reference = _in_steps(own, own._reference, arrays)
+    if own.is_scored:
+        logps = in_steps(own, _scores(own), arrays)
+    if own.reference is not None and settings.penalty:
+        reference = in_steps(own, own.reference, arrays)
+    more = own.ask(arrays)
     rewarded: Rewarded = call.result()
 
-    mask = is_drawn * ~np.isnan(rewarded.total)[:, None]
-    if settings.mask_truncated_completions:
-        mask = mask * ~is_cut[:, None]
-    advantages = _advantages(settings, rewarded.total, logps, reference, is_drawn)
-    weights, denominators = token_weights(
-        mask,
-        "grpo" if settings.algorithm == "rloo" else settings.loss_type,
-        max_completion_length=settings.max_completion_length,
-    )
     entropies = _placed([one.entropies for one in written], is_drawn)
-    made = {
-        "weights": weights,
-        "denominators": denominators,
-        "advantages": advantages[:, None] * mask,
-        "old_logps": logps,
-        "policy_weights": _factors(settings, logps, drawn_logps, entropies, mask),
-    }
-    if reference is not None:
-        made["ref_logps"] = reference
-    names = (*batch_names(settings, sizes), "denominators")
-    arrays |= {name: made[name].astype(np.float32) for name in names}
+    rows = is_drawn, is_cut, rewarded.total, logps, drawn_logps, entropies
+    weighed = own.weighed(Judged(*rows, reference=reference, more=more))
+    names = (*own.names, "denominators")
+    arrays |= {name: weighed.arrays[name].astype(np.float32) for name in names}
     metrics = reward_metrics(rewarded.values, rewarded.total, sizes.group)
-    if scores_by_trainer(settings, sizes):
+    if own.is_scored:
         metrics |= difference_metrics(logps, drawn_logps, is_drawn)
     metrics["entropy"] = float(entropies.sum() / max(1, is_drawn.sum()))
+    metrics |= weighed.metrics
     if sizes.num_steps > 1:
         order = np.random.default_rng([own.draw_seed, SALT, time]).permutation(
             sizes.drawn
@@ -319,18 +362,20 @@ def _drawn(own: Rollouts, time: int) -> _Drawn:
     metrics["generation_seconds"] = generated - began
     metrics["rollout_seconds"] = perf_counter() - began
     metrics |= _length_metrics(np.array([len(t) for t in ids]), is_cut)
-    lines = _lines(samples, rewarded, advantages, is_cut)
+    lines = _lines(samples, rewarded, weighed.advantages, is_cut)
     return _Drawn(arrays, metrics, lines)
 
 
-def _written(own: Rollouts, prompts: Sequence[Prompt], time: int) -> list[Scored]:
+def _written(
+    own: AbstractRollouts, prompts: Sequence[Prompt], time: int
+) -> list[Scored]:
     """Draw completions of the prompts; those of one prompt are adjacent."""
     settings = own.settings
     base = jax.random.fold_in(jax.random.key(own.draw_seed), SALT)
     groups = own.engine.sample(
         [p.tokens for p in prompts],
-        num_samples=settings.num_generations,
-        max_new_tokens=settings.max_completion_length,
+        num_samples=own.sizes.group,
+        max_new_tokens=settings.max_new_tokens,
         key=jax.random.fold_in(base, time),
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -342,7 +387,7 @@ def _written(own: Rollouts, prompts: Sequence[Prompt], time: int) -> list[Scored
     return [one for group in groups for one in group]
 
 
-def _scores(own: Rollouts) -> Score:
+def _scores(own: AbstractRollouts) -> Score:
     """Log-probabilities by the program of training, with its temperature."""
 
     def scores(batch: Arrays) -> np.ndarray:
@@ -355,7 +400,7 @@ def _scores(own: Rollouts) -> Score:
     return scores
 
 
-def _in_steps(own: Rollouts, score: Score, arrays: Arrays) -> np.ndarray:
+def in_steps(own: AbstractRollouts, score: Score, arrays: Arrays) -> np.ndarray:
     """Apply `score` to all drawn rows, as many at a time as a step has."""
     rows = own.sizes.batch
     parts = (
@@ -369,45 +414,6 @@ def _placed(values: Sequence[np.ndarray], is_drawn: np.ndarray) -> np.ndarray:
     """Values of drawn tokens at their places in the rows, zero elsewhere; float32."""
     found = np.zeros(is_drawn.shape, np.float32)
     found[is_drawn != 0] = np.concatenate(values)
-    return found
-
-
-def _advantages(
-    settings: Grpo,
-    rewards: np.ndarray,
-    logps: np.ndarray,
-    reference: np.ndarray | None,
-    is_drawn: np.ndarray,
-) -> np.ndarray:
-    """The advantages of the completions, float64 (N,)."""
-    if settings.algorithm == "grpo":
-        return grpo_advantages(
-            rewards, settings.num_generations, settings.scale_rewards
-        )
-    if reference is not None:
-        rewards = with_kl(rewards, logps, reference, is_drawn, settings.beta)
-    return rloo_advantages(rewards, settings.num_generations)
-
-
-def _factors(
-    settings: Grpo,
-    logps: np.ndarray,
-    drawn_logps: np.ndarray,
-    entropies: np.ndarray,
-    mask: np.ndarray,
-) -> np.ndarray:
-    """Factors of the policy's term of each token, (N, tokens - 1)."""
-    found = np.ones(mask.shape)
-    if settings.importance_sampling_correction:
-        found = importance_correction(
-            logps,
-            drawn_logps,
-            mask,
-            settings.importance_sampling_mode,
-            cap=settings.importance_sampling_cap,
-        )
-    if settings.top_entropy_quantile < 1:
-        found = found * entropy_mask(entropies, mask, settings.top_entropy_quantile)
     return found
 
 

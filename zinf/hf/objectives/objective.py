@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from zinf.core.config import Config
-from zinf.core.rollouts import Rollouts
+from zinf.core.rollouts.rollouts import AbstractRollouts
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.judge import Judge
@@ -83,6 +83,7 @@ class Drawing:
     """How batches are made that the model in training draws.
 
     Attributes:
+        kind: of rollouts.
         dataset: `(model, config) -> rollouts`, which an engine draws later.
         num_samples: `(model, config) -> samples` of an epoch.
         by: `(rollouts, engine, config) -> rollouts` that the engine draws.
@@ -91,9 +92,10 @@ class Drawing:
         judges: `config -> reward models`, which are not opened.
     """
 
-    dataset: Callable[[Model, Config], Rollouts]
+    kind: type[AbstractRollouts]
+    dataset: Callable[[Model, Config], AbstractRollouts]
     num_samples: Callable[[Model, Config], int]
-    by: Callable[[Rollouts, ModelEngine, Config], Rollouts]
+    by: Callable[[Any, ModelEngine, Config], AbstractRollouts]
     digests: Callable[[Config], Mapping[str, str]]
     has_copy: Callable[[Config], bool]
     judges: Callable[[Config], tuple[Judge, ...]]

@@ -1,0 +1,147 @@
+"""Batches of GRPO and RLOO: a completion is compared with others of its prompt."""
+
+import numpy as np
+
+from zinf.core.config.grpo import Grpo
+from zinf.core.rl import (
+    PolicyLoss,
+    entropy_mask,
+    grpo_advantages,
+    importance_correction,
+    rloo_advantages,
+    token_weights,
+    with_kl,
+)
+from zinf.core.rollouts.rollouts import AbstractRollouts, Judged, Weighed
+from zinf.core.rollouts.sizes import Sizes
+
+
+class Rollouts(AbstractRollouts):
+    """Batches for a loss of `policy_loss`; see `AbstractRollouts` for arguments."""
+
+    settings: Grpo
+
+    def sizes_of(self, batch_size: int, num_microbatches: int) -> Sizes:
+        rest = {"batch": batch_size, "num_microbatches": num_microbatches}
+        return sizes_of(self.settings, **rest)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return batch_names(self.settings, self.sizes)
+
+    @property
+    def is_scored(self) -> bool:
+        settings = self.settings
+        is_used_again = self.sizes.num_steps * settings.num_iterations > 1
+        in_reward = settings.algorithm == "rloo" and settings.beta > 0
+        return is_used_again or in_reward or settings.importance_sampling_correction
+
+    def weighed(self, judged: Judged) -> Weighed:
+        settings, logps = self.settings, judged.logps
+        mask = judged.is_drawn * ~np.isnan(judged.rewards)[:, None]
+        if settings.mask_truncated_completions:
+            mask = mask * ~judged.is_cut[:, None]
+        advantages = _advantages(settings, judged)
+        weights, denominators = token_weights(
+            mask,
+            "grpo" if settings.algorithm == "rloo" else settings.loss_type,
+            max_completion_length=settings.max_completion_length,
+        )
+        made = {
+            "weights": weights,
+            "denominators": denominators,
+            "advantages": advantages[:, None] * mask,
+            "old_logps": logps,
+            "policy_weights": _factors(settings, judged, mask),
+        }
+        if judged.reference is not None:
+            made["ref_logps"] = judged.reference
+        return Weighed(made, advantages)
+
+
+def policy_loss(settings: Grpo) -> PolicyLoss:
+    """The loss that a `grpo` section asks for, without the weights of tokens."""
+    is_rloo = settings.algorithm == "rloo"
+    return PolicyLoss(
+        loss_type="grpo" if is_rloo else settings.loss_type,
+        importance_sampling_level=(
+            "sequence_product" if is_rloo else settings.importance_sampling_level
+        ),
+        epsilon=settings.epsilon,
+        epsilon_high=settings.epsilon_high,
+        delta=settings.delta,
+        # RLOO has the divergence in the reward.
+        beta=0.0 if is_rloo else settings.beta,
+        use_bias_correction_kl=settings.use_bias_correction_kl,
+        sapo_temperature_pos=settings.sapo_temperature_pos,
+        sapo_temperature_neg=settings.sapo_temperature_neg,
+    )
+
+
+def sizes_of(settings: Grpo, *, batch: int, num_microbatches: int) -> Sizes:
+    """How many completions a `grpo` section has drawn at once.
+
+    Raises:
+        ValueError: they do not divide each other.
+    """
+    drawn = settings.generation_batch_size
+    if drawn is None:
+        count = settings.steps_per_generation or num_microbatches
+        drawn = batch // num_microbatches * count
+    group, how = settings.num_generations, "grpo.generation_batch_size"
+    if settings.generation_batch_size is None:
+        how = "train_batch_size times grpo.steps_per_generation"
+    if drawn % batch:
+        raise ValueError(
+            f"{drawn} completions are drawn at once, which is no multiple of the "
+            f"{batch} of a step. Set grpo.steps_per_generation to a multiple of "
+            f"the microbatches of a step, {num_microbatches}."
+        )
+    if drawn % group:
+        raise ValueError(
+            f"{drawn} completions are drawn at once ({how}), which are no groups "
+            f"of {group} (grpo.num_generations). Use a multiple of {group}."
+        )
+    return Sizes(batch, drawn, group)
+
+
+def batch_names(settings: Grpo, sizes: Sizes) -> tuple[str, ...]:
+    """The leaves (rows, tokens - 1) of a batch, beside tokens and labels."""
+    policy = policy_loss(settings)
+    corrects = settings.importance_sampling_correction
+    drops = settings.top_entropy_quantile < 1
+    return (
+        "weights",
+        "advantages",
+        *("old_logps",) * (sizes.num_steps * settings.num_iterations > 1),
+        *("ref_logps",) * (policy.beta > 0),
+        *("policy_weights",) * (corrects or drops),
+    )
+
+
+def _advantages(settings: Grpo, judged: Judged) -> np.ndarray:
+    """The advantages of the completions, float64 (N,)."""
+    rewards, group = judged.rewards, settings.num_generations
+    if settings.algorithm == "grpo":
+        return grpo_advantages(rewards, group, settings.scale_rewards)
+    if judged.reference is not None:
+        rest = judged.reference, judged.is_drawn, settings.beta
+        rewards = with_kl(rewards, judged.logps, *rest)
+    return rloo_advantages(rewards, group)
+
+
+def _factors(settings: Grpo, judged: Judged, mask: np.ndarray) -> np.ndarray:
+    """Factors of the policy's term of each token, (N, tokens - 1)."""
+    found = np.ones(mask.shape)
+    if settings.importance_sampling_correction:
+        found = importance_correction(
+            judged.logps,
+            judged.drawn_logps,
+            mask,
+            settings.importance_sampling_mode,
+            cap=settings.importance_sampling_cap,
+        )
+    if settings.top_entropy_quantile < 1:
+        quantile = settings.top_entropy_quantile
+        found = found * entropy_mask(judged.entropies, mask, quantile)
+    return found

@@ -1,0 +1,284 @@
+"""What objectives have in common whose data the model draws and rewards judge.
+
+Lines have a `prompt` (or `messages`), and columns for the rewards.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from zinf.core.config import Config
+from zinf.core.rollouts import Prompt, Rewards
+from zinf.core.rollouts.calls import Reward
+from zinf.core.rollouts.rollouts import AbstractRollouts
+from zinf.core.rollouts.sizes import batch_spec, check_room
+from zinf.data.configured import batch_size
+from zinf.hf.completion import end_tokens, prompt_tokens
+from zinf.hf.engine import ModelEngine
+from zinf.hf.judge import Judge, digest_of_rewards, judges_among, load_rewards
+from zinf.hf.model import Batch, Model, Params
+from zinf.hf.objectives.objective import Drawing, Objective, Spec, causal_model
+from zinf.hf.records import records
+
+TEXTS = "completions.jsonl"
+OWN_KEYS = ("prompt", "messages")
+Kind = TypeVar("Kind", bound=AbstractRollouts)
+
+
+def drawing_objective(
+    kind: type[AbstractRollouts],
+    *,
+    loss: Callable[[Model, Config], Callable],
+    names: Callable[[Config], tuple[str, ...]],
+    model: Callable[[Config], Model] = causal_model,
+    by: Callable[[Any, ModelEngine, Config], Any] | None = None,
+) -> Objective:
+    """The record of an objective.
+
+    Args:
+        kind: of batches.
+        loss, model: see `Objective`. The loss returns metrics too.
+        names: the leaves (rows, tokens - 1) of a batch.
+        by: see `Drawing`; None: `drawn_by`.
+    """
+
+    def spec(config: Config, rows: int, length: int) -> Spec:
+        return batch_spec(names(config), rows, length)
+
+    return Objective(
+        loss=loss,
+        batch_spec=spec,
+        rows=_rows,
+        model=model,
+        settings_of_data=_settings,
+        has_aux=True,
+        drawing=Drawing(
+            kind,
+            partial(_dataset, kind),
+            _num_samples,
+            by or drawn_by,
+            _digests,
+            has_copy,
+            _judges,
+        ),
+    )
+
+
+def scored(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a batch that a model reads."""
+    return {name: batch[name] for name in ("input_ids", "labels")}
+
+
+def read_prompts(model: Model, lines: Iterable[tuple[Any, str]]) -> tuple[Prompt, ...]:
+    """Prompts of records, each given with its place, for messages.
+
+    Raises:
+        ValueError: a record has no prompt, or a conversation that has its answer.
+    """
+    return tuple(_prompt(model, line, where) for line, where in lines)
+
+
+def _prompt(model: Model, line: Any, where: str) -> Prompt:
+    columns: dict[str, Any] = {}
+    if isinstance(line, Mapping):
+        line = {name: x for name, x in line.items() if x is not None}
+        columns = {name: x for name, x in line.items() if name not in OWN_KEYS}
+        if isinstance(line.get("prompt"), list):
+            line = {**line, "messages": line["prompt"]}
+            del line["prompt"]
+    tokens = prompt_tokens(model, line, where, chat=False)
+    shown = line.get("messages", line.get("prompt"))
+    if isinstance(shown, list) and shown[-1].get("role") == "assistant":
+        raise ValueError(
+            f"{where}: the conversation ends with what the assistant says, which the "
+            "model is to write. Leave the last message out."
+        )
+    return Prompt(tokens, shown, columns, where)
+
+
+def prompts_of(model: Model, config: Config) -> tuple[Prompt, ...]:
+    """The prompts of a config's files.
+
+    Raises:
+        FileNotFoundError, ValueError: a file or a line is wrong.
+    """
+    paths = config.data.paths
+    if isinstance(paths, str):
+        raise ValueError(
+            "data.paths names no file. Name files of JSON lines with prompt or "
+            "messages there."
+        )
+    changed = tuple((path, path.stat().st_mtime_ns) for path in paths)
+    return _prompts_of(model, changed)
+
+
+@lru_cache(maxsize=1)
+def _prompts_of(
+    model: Model, changed: tuple[tuple[Path, int], ...]
+) -> tuple[Prompt, ...]:
+    lines = (line for path, _ in changed for line in records(path))
+    prompts = read_prompts(model, lines)
+    if not prompts:
+        names = ", ".join(str(path) for path, _ in changed)
+        raise ValueError(f"{names}: there is no prompt to read.")
+    return prompts
+
+
+def rewards_of(config: Config) -> tuple[Reward, ...]:
+    """The rewards that a config names.
+
+    Raises:
+        ValueError, FileNotFoundError, OSError, NotImplementedError: see `load_rewards`.
+    """
+    return load_rewards(config.completions.rewards, config.folders_of_modules())
+
+
+def longest(prompts: Sequence[Prompt], config: Config) -> int:
+    """Tokens of a row that has room for all prompts and their completions."""
+    most = max((len(p.tokens) for p in prompts), default=1)
+    return most + config.completions.max_new_tokens
+
+
+def rollouts_of(
+    kind: type[Kind],
+    model: Model,
+    config: Config,
+    prompts: Sequence[Prompt],
+    functions: Sequence[Reward],
+    *,
+    length: int,
+) -> Kind:
+    """The batches of a config, which an engine is to draw.
+
+    Raises:
+        ValueError: see `AbstractRollouts` and `Rewards`.
+        NotImplementedError: see `check_reference`.
+    """
+    check_reference(config)
+    settings, tokenizer = config.completions, model.tokenizer
+    weights, limit = settings.reward_weights, settings.reward_timeout
+    rewards = Rewards(functions, weights, timeout=limit)
+    return kind(
+        prompts,
+        rewards,
+        settings,
+        length=length,
+        batch_size=batch_size(config),
+        num_microbatches=config.num_microbatches,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        eos_token_ids=end_tokens(model),
+        padding=model.padding,
+        seed=config.data.seed,
+        texts=config.run.output / TEXTS,
+    )
+
+
+def check_reference(config: Config) -> None:
+    """Refuse a reference that is not the frozen base of the adapters.
+
+    Raises:
+        NotImplementedError: there is a factor of the divergence, and the adapters begin
+            from saved ones, or modules are trained whole beside them.
+    """
+    adapter, settings = config.adapter, config.completions
+    if not settings.penalty or adapter is None:
+        return
+    keys = ("begin_from", "modules_to_save")
+    found = [key for key in keys if getattr(adapter, key)]
+    if found:
+        key = f"{settings.KEY}.{settings.PENALTY}"
+        raise NotImplementedError(
+            f"{key} is {settings.penalty}, so a reference is needed, which with "
+            f"adapters is their frozen base, and adapter.{found[0]} makes training "
+            f"begin from another model. Leave it out, or set {key} to 0."
+        )
+
+
+def has_copy(config: Config) -> bool:
+    """Whether the reference is a second copy of the model; see `Reference`."""
+    return config.completions.penalty > 0 and config.adapter is None
+
+
+def drawn_by(rollouts: Kind, engine: ModelEngine, config: Config) -> Kind:
+    """Rollouts that an engine draws, with the model as it began as the reference.
+
+    Reward models among the rewards are those beside the engine.
+    """
+    judges = engine.judges
+    if not config.completions.penalty or engine.reference is not None:
+        return rollouts.of(engine, engine.reference, judges)
+    adapted = engine.adapted
+    assert adapted is not None, "see `has_copy`"
+    temperature = config.completions.temperature
+    function = adapted.unchanged(_Scores(engine.model, temperature))
+
+    def reference(batch: Mapping[str, Any]) -> Any:
+        count = config.num_microbatches
+        return engine.apply(function, scored(batch), num_microbatches=count)
+
+    return rollouts.of(engine, reference, judges)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """Log-probabilities of tokens, as a function of parameters and a batch."""
+
+    model: Model
+    temperature: float
+
+    def __call__(self, params: Params, batch: Batch) -> jax.Array:
+        return self.model.token_log_probabilities(
+            params, batch, temperature=self.temperature
+        )
+
+
+def _rows(samples: Any, model: Model, config: Config) -> Any:
+    raise NotImplementedError(
+        f"With data.objective {config.data.objective} the model draws what it is "
+        "trained on, so there are no samples to read."
+    )
+
+
+def _dataset(kind: type[Kind], model: Model, config: Config) -> Kind:
+    functions = rewards_of(config)
+    prompts, length = prompts_of(model, config), config.sequence_length
+    if model.max_length is not None:
+        length = min(length, model.max_length)
+    if config.data.treatment_of_long == "drop":
+        most = length - config.completions.max_new_tokens
+        prompts = tuple(p for p in prompts if len(p.tokens) <= most)
+    return rollouts_of(kind, model, config, prompts, functions, length=length)
+
+
+def _settings(model: Model, config: Config) -> dict[str, Any]:
+    """The length of a row, unless the config says it."""
+    if config.data.sequence_length is not None:
+        return {}
+    prompts = prompts_of(model, config)
+    length = longest(prompts, config)
+    if model.max_length is not None and length > model.max_length:
+        if config.data.treatment_of_long == "drop":
+            return {"sequence_length": model.max_length}
+        first = max(prompts, key=lambda p: len(p.tokens))
+        check_room(first, config.completions, model.max_length)
+    return {"sequence_length": length}
+
+
+def _num_samples(model: Model, config: Config) -> int:
+    settings = config.completions
+    count = len(prompts_of(model, config)) * settings.group_size
+    return count * settings.num_uses
+
+
+def _digests(config: Config) -> dict[str, str]:
+    settings = config.completions
+    digest = digest_of_rewards(settings.rewards, config.folders_of_modules())
+    return {f"{settings.KEY}.rewards.content": digest}
+
+
+def _judges(config: Config) -> tuple[Judge, ...]:
+    return judges_among(rewards_of(config))
