@@ -6,14 +6,14 @@ import pytest
 import typer.main
 
 from zinf.cli import app, trl
-from zinf.cli.options import FINETUNE
+from zinf.cli.options import DRAWN, FINETUNE
 from zinf.cli.trl import AXOLOTL as AXOLOTL_NAMES
 from zinf.cli.trl import (
     KEYS,
-    KEYS_OF_GRPO,
     OTHERWISE,
     REFUSED,
     RENAMED,
+    keys_of_drawn,
     translated,
 )
 from zinf.core.config import Config
@@ -86,7 +86,21 @@ def own_options(command="finetune"):
     return trl.own_options(typer.main.get_command(app).commands[command])
 
 
-@pytest.mark.parametrize("option", FINETUNE.values(), ids=FINETUNE)
+OF_PPO = {
+    "TRL's ppo.py": """--model_name_or_path EleutherAI/pythia-1b-deduped --data a.jsonl
+--reward_model_path judge --learning_rate 3e-6 --output_dir tuned --num_ppo_epochs 1
+--num_mini_batches 1 --per_device_train_batch_size 64 --gradient_accumulation_steps 1
+--response_length 53 --stop_token eos --missing_eos_penalty 1.0 --kl_coef 0.05
+--num_sample_generations 10 --whiten_rewards True""",
+}
+OPTIONS = {
+    f"{table}{name}": option
+    for table, options in {"": FINETUNE, **DRAWN}.items()
+    for name, option in options.items()
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 def test_an_option_sets_a_key_that_the_config_has(option):
     *sections, name = option.key.split(".")
     section, beside = Config, {"type": "AdamW"}
@@ -101,6 +115,7 @@ def test_an_option_sets_a_key_that_the_config_has(option):
 def test_each_line_becomes_options_of_zinf_or_a_reason(golden):
     lines = [(own_options(), *line) for line in LINES.items()]
     lines += [(own_options("grpo"), *line) for line in OF_GRPO.items()]
+    lines += [(own_options("ppo"), *line) for line in OF_PPO.items()]
     found = []
     for own, title, line in lines:
         said = []
@@ -112,13 +127,15 @@ def test_each_line_becomes_options_of_zinf_or_a_reason(golden):
     golden.check("trl_options.txt", "\n".join(found))
 
 
-def test_no_name_has_two_meanings_and_all_lead_somewhere():
-    names = {*own_options(), *own_options("grpo")}
+@pytest.mark.parametrize("command", DRAWN)
+def test_no_name_has_two_meanings_and_all_lead_somewhere(command):
+    names = {*own_options(), *own_options(command)}
     own = {name.removeprefix("--") for name in names}
     assert {*RENAMED.values()} <= own
-    keys = {key.removeprefix("grpo.") for key in KEYS_OF_GRPO.values()}
-    assert keys <= {*Config.section_at("grpo", {}).model_fields}
-    tables = [*AXOLOTL_NAMES, *RENAMED, *KEYS, *KEYS_OF_GRPO, *OTHERWISE, *REFUSED]
+    of_command = keys_of_drawn(own_options(command))
+    keys = {key.removeprefix(f"{command}.") for key in of_command.values()}
+    assert keys <= {*Config.section_at(command, {}).model_fields}
+    tables = [*AXOLOTL_NAMES, *RENAMED, *KEYS, *of_command, *OTHERWISE, *REFUSED]
     assert len({*tables}) == len(tables) and own.isdisjoint(tables)
 
 

@@ -1,7 +1,7 @@
 """A loss over a frozen base and small trained adapters, and where each parameter is."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -58,6 +58,18 @@ class Adapted:
         changed = {"frozen": (*self.frozen, *frozen), "adapter": None}
         return given.model_copy(update=changed)
 
+    def only(self, leaves: Collection[str]) -> "Adapted":
+        """The adapters of some of the user's leaves, to be written."""
+        targets = {p: x for p, x in self.targets.items() if p in leaves}
+        saved = tuple(path for path in self.saved if path in leaves)
+        layout = replace(
+            self.layout,
+            specs={p: x for p, x in self.layout.specs.items() if p in leaves},
+            targets={p: x for p, x in self.layout.targets.items() if p in leaves},
+            saved=self.layout.saved.intersection(leaves),
+        )
+        return replace(self, targets=targets, saved=saved, layout=layout)
+
     def applied(self, function: Callable) -> "AdaptedFunction":
         """Turn a function of the user's parameters into one of `params`; no dropout.
 
@@ -66,15 +78,21 @@ class Adapted:
         """
         return AdaptedFunction(function, self.layout, 0.0, drops_key=False)
 
-    def unchanged(self, function: Callable) -> "AdaptedFunction":
+    def unchanged(
+        self, function: Callable, *, reads: Collection[str] | None = None
+    ) -> "AdaptedFunction":
         """As `applied`, of the frozen weights alone: as if there were no adapters.
 
+        Args:
+            reads: the leaves that the function reads; None: all.
+
         Raises:
-            ValueError: some leaves are trained whole, so their first values are gone.
+            ValueError: some of them are trained whole, so their first values are gone.
         """
-        if self.saved:
+        lost = [path for path in self.saved if reads is None or path in reads]
+        if lost:
             raise ValueError(
-                f"{self.saved[0]!r} is trained whole (modules_to_save), so the model "
+                f"{lost[0]!r} is trained whole (modules_to_save), so the model "
                 "without its adapters is not what training began with."
             )
         return AdaptedFunction(function, self.layout.frozen(), 0.0, drops_key=False)

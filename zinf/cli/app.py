@@ -23,7 +23,7 @@ from zinf.cli.inference import (
     quantize,
     score,
 )
-from zinf.cli.options import FINETUNE, GRPO, with_options
+from zinf.cli.options import FINETUNE, GRPO, PPO, with_options
 from zinf.cli.trl import FamiliarCommand
 from zinf.core.process.uncollected import uncollected
 from zinf.core.text.complaint import ShownFormatter, tell
@@ -59,6 +59,22 @@ app.command()(prune)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 TunedModel = Annotated[Path, typer.Option(help="Folder for the tuned model.")]
+Prompts = Annotated[
+    list[Path],
+    typer.Option(
+        help="JSON lines or parquet of prompt (a text or messages); other fields go to "
+        "the rewards; repeatable."
+    ),
+]
+RewardNames = Annotated[
+    list[str],
+    typer.Option(
+        help="FILE.py:FUNCTION of (prompts, completions, **columns), which returns a "
+        "number or None for each completion; or a reward model, as a folder or a name; "
+        "repeatable."
+    ),
+]
+PromptEpochs = Annotated[float, typer.Option(help="How often each prompt is used.")]
 Merge = Annotated[
     bool,
     typer.Option(
@@ -239,23 +255,10 @@ def finetune(
 @with_options(GRPO)
 def grpo(
     model: WholeModel,
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            help="JSON lines or parquet of prompt (a text or messages); other fields "
-            "go to the rewards; repeatable."
-        ),
-    ],
-    reward: Annotated[
-        list[str],
-        typer.Option(
-            help="FILE.py:FUNCTION of (prompts, completions, **columns), which returns "
-            "a number or None for each completion; or a reward model, as a folder or a "
-            "name; repeatable."
-        ),
-    ],
+    data: Prompts,
+    reward: RewardNames,
     output: TunedModel,
-    epochs: Annotated[float, typer.Option(help="How often each prompt is used.")] = 1.0,
+    epochs: PromptEpochs = 1.0,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Completions of a step; those of a prompt if absent."),
@@ -278,7 +281,50 @@ def grpo(
     from zinf.cli.group import joined
 
     with joined(place, traceback) as group:
-        raw = of_rewards(model, data=data, rewards=reward, samples=samples, **options)
+        named = {"data": data, "rewards": reward, "samples": samples}
+        raw = of_rewards(model, "grpo", **named, **options)
+        finetune_model(
+            raw,
+            overrides or (),
+            output=output,
+            merges=merge,
+            epochs=epochs,
+            group=group,
+            allow_changed=allow_changed or (),
+        )
+
+
+@app.command(cls=FamiliarCommand)
+@with_place
+@with_options(PPO)
+def ppo(
+    model: WholeModel,
+    data: Prompts,
+    reward: RewardNames,
+    output: TunedModel,
+    epochs: PromptEpochs = 1.0,
+    samples: Annotated[int, typer.Option(min=1, help="Completions of a step.")] = 8,
+    merge: Merge = True,
+    allow_changed: AllowChanged = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+    *,
+    place: Place,
+    **options: Any,
+) -> None:
+    """Train a model of transformers on what it writes itself, by rewards and a critic.
+
+    The critic foretells the reward at each token, and what is rewarded more than it
+    foretold becomes likelier (PPO). Both are trained, beside the model as it was and
+    the reward models, within one budget. Options have the names of TRL. Metrics,
+    completions and checkpoints of the run are in the folder OUTPUT.run.
+    """
+    from zinf.cli.finetune import finetune_model, of_rewards
+    from zinf.cli.group import joined
+
+    with joined(place, traceback) as group:
+        named = {"data": data, "rewards": reward, "samples": samples}
+        raw = of_rewards(model, "ppo", **named, **options)
         finetune_model(
             raw,
             overrides or (),

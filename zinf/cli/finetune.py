@@ -11,7 +11,7 @@ import yaml
 from zinf import hf
 from zinf.cli.endings import say as _say
 from zinf.cli.endings import say_nothing
-from zinf.cli.options import FINETUNE, GRPO, keys_of
+from zinf.cli.options import DRAWN, FINETUNE, keys_of
 from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.train import train_held
 from zinf.core.config import Config
@@ -27,6 +27,8 @@ CONFIG = "finetune.yaml"
 # Stands in for the steps of a run until its samples are counted.
 STEPS_UNKNOWN = 1_000_000
 EVALUATE_EVERY = 100
+# Completions of a step, as of transformers' batch of a device.
+PPO_SAMPLES = 8
 LEARNING_RATE = 1e-5
 # Adapters begin at zero change and learn at rates ten times those of whole weights:
 # https://arxiv.org/abs/2106.09685, table 11.
@@ -127,15 +129,16 @@ def model_config(
     With files for evaluation there is one every 100 steps and at last.
 
     Args:
-        options: values of the options in `FINETUNE`, or with the objective grpo in
-            `GRPO`.
+        options: values of the options in `FINETUNE`, or with the objectives of `DRAWN`
+            in those tables.
 
     Raises:
         ValueError: there are options of adapters, and no rank.
     """
     objective = OBJECTIVES.get(options.get("objective", "sft"))
-    is_drawn = objective is not None and objective.is_drawn
-    table = GRPO | {"objective": FINETUNE["objective"]} if is_drawn else FINETUNE
+    table = FINETUNE
+    if objective is not None and objective.is_drawn:
+        table = DRAWN[options["objective"]] | {"objective": FINETUNE["objective"]}
     chosen = dict(keys_of(table, options))
     rank, rate = chosen.get("adapter.r"), ADAPTER_LEARNING_RATE
     if rank is None:
@@ -171,28 +174,39 @@ def model_config(
 
 
 def of_rewards(
-    model: str, *, rewards: Sequence[str], samples: int | None, **options: Any
+    model: str,
+    objective: str,
+    *,
+    rewards: Sequence[str],
+    samples: int | None,
+    **options: Any,
 ) -> dict[str, Any]:
     """As `model_config`, of a config that trains a model from rewards.
 
     Args:
+        objective: grpo or ppo.
         rewards: functions, as FILE.py:FUNCTION, and folders or names of reward models;
             files and folders from the current folder on.
-        samples: completions of a step; None: those of a prompt.
+        samples: completions of a step; None: with grpo those of a prompt, else
+            `PPO_SAMPLES`.
     """
-    group = options.get("num_generations")
-    group = Grpo.model_fields["num_generations"].default if group is None else group
-    options |= {"objective": "grpo", "samples": samples or group}
+    if samples is None and objective == "grpo":
+        group = options.get("num_generations")
+        samples = group or Grpo.model_fields["num_generations"].default
+    options |= {"objective": objective, "samples": samples or PPO_SAMPLES}
     raw = model_config(model, **options)
+    section = raw.setdefault(objective, {})
     # The config of the run is in another folder.
-    names = [str(Path.cwd() / x) if _is_here(x) else x for x in rewards]
-    raw.setdefault("grpo", {})["rewards"] = names
+    section["rewards"] = [_from_here(name) for name in rewards]
+    if "critic" in section:
+        section["critic"] = _from_here(section["critic"])
     return raw
 
 
-def _is_here(reward: str) -> bool:
-    """Whether a reward is of a file or a folder, and not a name on the hub."""
-    return place_of_model(reward, [Path.cwd()]) != reward
+def _from_here(name: str) -> str:
+    """A file or a folder by its whole path; a name on the hub as it is."""
+    is_here = place_of_model(name, [Path.cwd()]) != name
+    return str(Path.cwd() / name) if is_here else name
 
 
 def _is_mostly_warmup(num_steps: int) -> bool:

@@ -159,13 +159,13 @@ FINETUNE = {
     ),
 }
 
-_OF_GRPO = (
+_OF_DRAWN = (
     *("steps", "sequence_length", "too_long", "nvme", "lora"),
     *("lora_alpha", "lora_dropout", "target_modules", "modules_to_save"),
     *("use_rslora", "use_dora", "base_encoding", "adapter", "resume"),
     *("push_to_hub", "hub_model_id", "hub_private_repo"),
 )
-GRPO = {name: FINETUNE[name] for name in _OF_GRPO} | {
+GRPO = {name: FINETUNE[name] for name in _OF_DRAWN} | {
     "learning_rate": Option(
         "optimizer.params.lr",
         float,
@@ -221,6 +221,61 @@ GRPO = {name: FINETUNE[name] for name in _OF_GRPO} | {
         "grpo.reward_weights", list[float], "A factor a reward; repeatable."
     ),
 }
+
+PPO = {name: FINETUNE[name] for name in _OF_DRAWN if name != "adapter"} | {
+    "learning_rate": Option(
+        "optimizer.params.lr",
+        float,
+        f"{_RATE}3e-6 if absent, 6e-5 with adapters.",
+    ),
+    "critic": Option(
+        "ppo.critic",
+        str,
+        "Model that the critic begins from, a folder or a name; if absent the reward "
+        "model, if there is one alone, else MODEL.",
+    ),
+    "response_length": Option(
+        "ppo.response_length", int, "Most tokens of a completion; 53 if absent."
+    ),
+    "temperature": Option(
+        "ppo.temperature", float, "Of drawing and of the loss; 0.7 if absent."
+    ),
+    "top_p": Option("ppo.top_p", float, "Draw from the likeliest of this sum."),
+    "top_k": Option("ppo.top_k", int, "Draw from so many of the likeliest."),
+    "kl_coef": Option(
+        "ppo.kl_coef",
+        float,
+        "Factor of the divergence from the model as it was; 0.05 if absent; 0: no "
+        "reference.",
+    ),
+    "kl_estimator": Option("ppo.kl_estimator", str, "k1 (if absent) or k3."),
+    "cliprange": Option("ppo.cliprange", float, "Clip ratios; 0.2 if absent."),
+    "vf_coef": Option(
+        "ppo.vf_coef", float, "Factor of the critic's loss; 0.1 if absent."
+    ),
+    "cliprange_value": Option(
+        "ppo.cliprange_value", float, "Clip values; 0.2 if absent."
+    ),
+    "gamma": Option("ppo.gamma", float, "Discount of later rewards; 1 if absent."),
+    "lam": Option("ppo.lam", float, "Trust in later values; 0.95 if absent."),
+    "num_ppo_epochs": Option(
+        "ppo.num_ppo_epochs", int, "Times a completion is trained on; 4 if absent."
+    ),
+    "num_mini_batches": Option(
+        "ppo.num_mini_batches", int, "Batches of what is drawn at once; 1 if absent."
+    ),
+    "whiten_rewards": Option(
+        "ppo.whiten_rewards", bool, "Scale rewards of tokens.", default=False
+    ),
+    "missing_eos_penalty": Option(
+        "ppo.missing_eos_penalty", float, "Subtracted where a completion did not end."
+    ),
+    "reward_weights": Option(
+        "ppo.reward_weights", list[float], "A factor a reward; repeatable."
+    ),
+}
+# The options of commands whose data the model draws, by their objective.
+DRAWN = {"grpo": GRPO, "ppo": PPO}
 
 
 def with_options(options: Mapping[str, Option]) -> Callable[[Callable], Callable]:

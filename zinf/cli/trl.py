@@ -1,8 +1,8 @@
-"""Options of `zinf finetune` and `zinf grpo` by the names of TRL's scripts and axolotl.
+"""Options of `zinf finetune`, `grpo` and `ppo` by names of TRL's scripts and axolotl.
 
-The names are those of TRL 0.24's `SFTConfig`, `DPOConfig`, `GRPOConfig`, `ModelConfig`
-and `ScriptArguments`, of `transformers.TrainingArguments`, and of the keys of axolotl's
-configs. They are written with dashes or underscores.
+They are of TRL 0.24's `SFTConfig`, `DPOConfig`, `GRPOConfig`, `PPOConfig`,
+`ModelConfig` and `ScriptArguments`, of `transformers.TrainingArguments`, and of the
+keys of axolotl's configs. They are written with dashes or underscores.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +37,7 @@ RENAMED = {
     "lora-target-modules": "target-modules",
     "lora-modules-to-save": "modules-to-save",
     "reward-funcs": "reward",
+    "reward-model-path": "reward",
 }
 # Keys of the config.
 KEYS = {
@@ -50,15 +51,20 @@ KEYS = {
     "val-set-size": "data.validation_fraction",
     "center-rewards-coefficient": "data.center_rewards_coefficient",
 }
-# Keys of the config of `zinf grpo` alone.
-KEYS_OF_GRPO = {
-    name.replace("_", "-"): f"grpo.{name}"
-    for name in (
+# Keys of the config of commands whose data the model draws, by an option that the
+# command has alone.
+OF_DRAWN = {
+    "--num-generations": (
+        "grpo",
         *("generation_batch_size", "shuffle_dataset", "repetition_penalty", "delta"),
         *("top_entropy_quantile", "use_bias_correction_kl", "reward_timeout"),
         *("sapo_temperature_neg", "sapo_temperature_pos", "sync_ref_model"),
         *("ref_model_mixup_alpha", "ref_model_sync_steps"),
-    )
+    ),
+    "--num-ppo-epochs": (
+        "ppo",
+        *("shuffle_dataset", "repetition_penalty", "reward_timeout"),
+    ),
 }
 # Options that have no effect, as zinf has its own way. The run goes on.
 OTHERWISE = {
@@ -91,6 +97,9 @@ OTHERWISE = {
     "log-completions": "OUTPUT.run/completions.jsonl has all of them",
     "num-completions-to-print": "OUTPUT.run/completions.jsonl has all of them",
     "ds3-gather-for-generation": "weights are streamed as in training",
+    "num-sample-generations": "OUTPUT.run/completions.jsonl has all of them",
+    "local-rollout-forward-batch-size": "the plan says how many rows run at once",
+    "stop-token": "completions end with the tokens that end texts of the model",
 }
 # Options that are refused: without them the run would be another one.
 REFUSED = {
@@ -112,14 +121,15 @@ REFUSED = {
     "group-by-length": "Use data_efficiency's dynamic_batching (--set).",
     "auto-find-batch-size": "zinf plan --model says what fits, before the run.",
     "datasets": "Name files, and their format is found: --data FILE.",
-    "rl": "grpo is the command zinf grpo; else the objective says which: --objective "
+    "rl": "grpo and ppo are the commands zinf grpo and zinf ppo; else the objective "
+    "says which: --objective "
     f"({', '.join(FINETUNED)}).",
     "wandb-project": "zinf writes metrics.jsonl, and TensorBoard's events: --report-to "
     "tensorboard.",
     "special-tokens": "Set them in tokenizer_config.json, beside the model.",
     "ref-model": "The reference is the model as it was.",
-    "max-prompt-length": "Prompts of zinf grpo are not cut: --too-long drop leaves out "
-    "those that have no room for --max-completion-length beside them.",
+    "max-prompt-length": "Prompts are not cut: --too-long drop leaves out those that "
+    "have no room for a completion beside them.",
     "precompute-ref-log-probs": "zinf always does so: leave it out.",
 }
 # TRL's and transformers' defaults, where one of several options is given.
@@ -161,13 +171,25 @@ def own_options(command: Any) -> dict[str, bool]:
     }
 
 
+def keys_of_drawn(own: Mapping[str, bool]) -> dict[str, str]:
+    """Keys that a command sets by options of TRL which it does not have itself.
+
+    Args:
+        own: see `translated`.
+    """
+    for option, (section, *names) in OF_DRAWN.items():
+        if option in own:
+            return {name.replace("_", "-"): f"{section}.{name}" for name in names}
+    return {}
+
+
 def translated(
     args: Sequence[str], own: Mapping[str, bool], *, say: Callable[[str], None]
 ) -> list[str]:
     """The arguments with TRL's options as zinf's.
 
     Args:
-        args: what is behind `zinf finetune` or `zinf grpo`.
+        args: what is behind `zinf finetune`, `zinf grpo` or `zinf ppo`.
         own: the options that zinf has, such as "--data", and whether they are flags.
         say: told of options that have no effect.
 
@@ -220,8 +242,8 @@ class _Options:
             self._add_own(new if option else "", values)
         elif name in KEYS:
             self.set(KEYS[name], *values)
-        elif name in KEYS_OF_GRPO and "--reward" in self.own:
-            self.set(KEYS_OF_GRPO[name], *values)
+        elif name in (keys := keys_of_drawn(self.own)):
+            self.set(keys[name], *values)
         elif name in OTHERWISE:
             self.say(f"--{name}: has no effect: {OTHERWISE[name]}.")
         elif name in REFUSED:

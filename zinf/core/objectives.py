@@ -74,6 +74,13 @@ OBJECTIVES = {
         rate=0.1,
         is_drawn=True,
     ),
+    "ppo": Traits(
+        "write what is rewarded, by a critic, https://arxiv.org/abs/1707.06347",
+        "prompts",
+        # 3e-6 of all weights, as in TRL's example.
+        rate=0.3,
+        is_drawn=True,
+    ),
 }
 # Objectives of `zinf finetune`; others have commands of their own.
 FINETUNED = {name: traits for name, traits in OBJECTIVES.items() if not traits.is_drawn}

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from zinf.hf.model import load as load
     from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.objectives.dpo import Preference as Preference
+    from zinf.hf.ppo import PPOConfig as PPOConfig
+    from zinf.hf.ppo import PPOTrainer as PPOTrainer
     from zinf.hf.prune import check_pruning as check_pruning
     from zinf.hf.prune import most_used as most_used
     from zinf.hf.prune import prune_experts as prune_experts

@@ -244,11 +244,19 @@ def decoder_for(model: Model, adapted: Adapted | None, planner: Planner) -> Deco
     # The dtype of the parameters as the model gets them.
     dtype = next(kept[path].compute.dtype for path in paths if path in kept)
     made = decoder_of(model, dtype)
+    beside = tuple(prefix for prefix in model.parts if prefix)
+    if beside:
+        made = replace(made, reads=lambda path: not _is_of(path, beside))
     if adapted is None:
         return made
     assert made.apply_all is not None
     apply_all = adapted.applied(made.apply_all)
     return replace(made, apply=adapted.applied(made.apply), apply_all=apply_all)
+
+
+def _is_of(path: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a key path is of a parameter whose name begins with one of `prefixes`."""
+    return any(part.startswith(prefixes) for part in path.split("/"))
 
 
 def initialize(
@@ -287,7 +295,8 @@ def initialize(
             model of the class (`zinf verify`), which is compared once.
     """
     model.check_whole()
-    check_class(model)
+    for part in model.parts.values():
+        check_class(part)
     config = Config.load(config)
     if rng is None and draws(model, config):
         rng = jax.random.key(0)

@@ -65,6 +65,7 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     run: Run | None = None,
+    part: str = "",
 ) -> None:
     """Write the trained model as a folder that `transformers` loads.
 
@@ -80,6 +81,8 @@ def export(
             of the masters if there are any. Values are rounded to the nearest.
         max_shard_bytes: largest sum of tensor bytes in a file.
         run: how the model was trained, for the card.
+        part: which model, where several are trained together (`Model.parts`): that of
+            these names.
 
     Raises:
         FileExistsError, StorageError, BudgetExceeded, ValueError: see
@@ -88,8 +91,9 @@ def export(
     tensors: AbstractTensors = EngineTensors(engine, kind)
     if engine.adapted is not None:
         tensors = MergedTensors(engine.adapted, tensors)
-    card = card_of(engine.model.name, adapter=False, run=run)
-    written = {"dtype": dtype, "max_shard_bytes": max_shard_bytes, "card": card}
+    card = card_of(engine.model.parts[part].name, adapter=False, run=run)
+    written: dict[str, Any] = {"dtype": dtype, "card": card, "part": part}
+    written["max_shard_bytes"] = max_shard_bytes
     write_model(tensors, engine.model, directory, **written)
 
 
@@ -101,12 +105,15 @@ def write_model(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     card: str | None = None,
+    part: str = "",
 ) -> None:
     """`export` with the parameters by name, such as those of a checkpoint.
 
     Args:
         card: text of the model card; None: one that names the model.
+        part: see `export`.
     """
+    tensors, model = _Part(tensors, model, part), model.parts[part]
     kept = dtype or model.dtype
 
     def beside(folder: Path) -> None:
@@ -162,6 +169,8 @@ def write_adapter(
     run: Run | None = None,
 ) -> None:
     """`export_adapter` for an engine, a checkpoint or tensors by path."""
+    model = model.parts[""]
+    adapted = adapted.only(model.specs)
     stacked = [path for path, x in adapted.targets.items() if x.r and x.lead]
     if stacked:
         logger.warning(
@@ -242,6 +251,31 @@ def save_small_files(
     ]
     if left:
         logger.info("Not copied from %s: %s.", model.folder, listed(left))
+
+
+class _Part(AbstractTensors):
+    """The parameters of one of the models that are trained together, by its own names.
+
+    Args:
+        part: see `export`.
+    """
+
+    def __init__(self, tensors: AbstractTensors, model: Model, part: str) -> None:
+        self._tensors, self._prefix = tensors, part
+        names = model.parts[part].specs
+        self.specs = {name: tensors.specs[part + name] for name in names}
+
+    def block(self, name: str) -> tuple[int, ...]:
+        return self._tensors.block(self._prefix + name)
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        return self._tensors.read(self._prefix + name, box)
+
+    def copies_of(self, name: str) -> int:
+        return self._tensors.copies_of(self._prefix + name)
+
+    def holding(self, nbytes: int) -> AbstractContextManager[None]:
+        return self._tensors.holding(nbytes)
 
 
 @dataclass(frozen=True)

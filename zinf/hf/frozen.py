@@ -4,7 +4,8 @@ All are engines of one process, and the budgets hold for all together: frozen mo
 placed first, one after the other, and the model in training gets what they leave.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jax.sharding import Mesh
@@ -12,8 +13,10 @@ from jax.sharding import Mesh
 from zinf.core.config import Config
 from zinf.core.machine.beside import in_own_folders, within
 from zinf.core.machine.resources import Resources
+from zinf.core.memory import BudgetExceeded
 from zinf.core.plan import InfeasibleError, Shortage, show_bytes
 from zinf.core.program import Tier
+from zinf.core.topology import Topology
 from zinf.distributed import Alone
 from zinf.hf.engine import ModelEngine
 
@@ -23,24 +26,25 @@ SHARE = 4
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """An engine that trains nothing. `close` frees it.
+class Held:
+    """What a frozen model holds, of budgets that it leaves to others.
 
     Attributes:
         title: what it is, such as "the reference".
+        name: of the model.
         held_bytes: the most that it holds while it runs, by tier.
         budgets: what was left for it and for all that is placed after it.
     """
 
     title: str
-    engine: ModelEngine
+    name: str
     held_bytes: Mapping[Tier, int]
     budgets: Mapping[Tier, int]
 
     def brief(self) -> str:
         """The bytes that the model holds, in a line."""
         held = [f"{show_bytes(n)} of {t}" for t, n in self.held_bytes.items() if n]
-        return f"{self.title} ({self.engine.model.name}) holds {', '.join(held)}"
+        return f"{self.title} ({self.name}) holds {', '.join(held)}"
 
     def beside(self, config: Config) -> Config:
         """The config of what is placed next, with the budgets that this leaves.
@@ -58,6 +62,13 @@ class Frozen:
         left = {t: max(1, n - self.held_bytes[t]) for t, n in self.budgets.items()}
         return within(config, left)
 
+
+@dataclass(frozen=True)
+class Frozen(Held):
+    """A frozen model that is opened: its engine trains nothing. `close` frees it."""
+
+    engine: ModelEngine
+
     def close(self) -> None:
         self.engine.close()
 
@@ -73,7 +84,7 @@ def place(
     """A frozen model within its share of what a config has left.
 
     Args:
-        title: see `Frozen`.
+        title: see `Held`.
         run: opens the engine with a config, and runs the largest batch that it will
             ever get.
         number: of the models that are placed beside each other, from 1.
@@ -81,16 +92,43 @@ def place(
     Raises:
         InfeasibleError: it does not fit its share.
     """
-    budgets = Resources(config, mesh, Alone()).capacity
+    own, budgets = share(config, mesh, number=number)
+    with within_share(title):
+        engine = run(own)
+    peaks = engine.plan.peak_bytes
+    held = {t: max(peaks[t], engine.stores.peak_bytes(t)) for t in Tier}
+    return Frozen(title, engine.model.name, held, budgets, engine)
+
+
+def share(
+    config: Config, mesh: Mesh, machine: Topology | None = None, *, number: int
+) -> tuple[Config, dict[Tier, int]]:
+    """The config of a frozen model, within its share, and the budgets that are left.
+
+    Args:
+        machine: of the mesh, if nothing is run.
+        number: see `place`.
+    """
+    budgets = Resources(config, mesh, Alone(), machine).capacity
     most = {
         tier: n if tier is Tier.NVME else max(1, n // SHARE)
         for tier, n in budgets.items()
     }
+    return within(in_own_folders(config.told(), number), most), budgets
+
+
+@contextmanager
+def within_share(title: str) -> Generator[None, None, None]:
+    """In the `with` block, errors of budgets name a frozen model and its share."""
+    reason = (
+        f"This is {title}, which may have 1/{SHARE} of what is left of each budget."
+    )
     try:
-        engine = run(within(in_own_folders(config.told(), number), most))
+        yield
     except InfeasibleError as error:
-        reason = f"This is {title}, which may have 1/{SHARE} of what is left of each"
-        raise error.because([f"{reason} budget."]) from None
-    peaks = engine.plan.peak_bytes
-    held = {t: max(peaks[t], engine.stores.peak_bytes(t)) for t in Tier}
-    return Frozen(title, engine, held, budgets)
+        raise error.because([reason]) from None
+    except BudgetExceeded as error:  # A part of a weight, while it is read.
+        needed = error.used_bytes + error.asked_bytes
+        short = {error.tier: Shortage(error.capacity_bytes, needed, error.what)}
+        budgets = {error.tier: error.capacity_bytes}
+        raise InfeasibleError(short, budgets).because([reason]) from None

@@ -87,27 +87,33 @@ class Judge(AbstractRewardModel):
         Raises:
             InfeasibleError: it does not fit its share.
         """
-        longest = min(x for x in (ROOM * length, self.max_length) if x is not None)
-        prefills: list[Prefill] = []
+        longest, prefills = self.longest_of(length), list[Prefill]()
 
         def run(own: Config) -> ModelEngine:
-            rows_at_once = min(rows, ROWS_AT_ONCE)
-            prefill = Prefill(
-                self.model,
-                self.model.logits,
-                own.model_copy(update={"weight_quantization": None}),
-                padding={"input_ids": self.model.padding},
-                longest=longest,
-                batch_size=rows_at_once,
-            )
+            prefill = self.prefill_of(own, rows=rows, length=length)
             prefills.append(prefill)
-            prefill.run([self._row([0] * longest)] * rows_at_once)
+            prefill.run([self._row([0] * longest)] * min(rows, ROWS_AT_ONCE))
             return prefill.engine(longest)
 
         frozen = place(
             f"the reward model {self.name}", config, mesh, run, number=number
         )
         return replace(self, frozen=frozen, prefill=prefills[0], longest=longest)
+
+    def longest_of(self, length: int) -> int:
+        """The most tokens of a text; for `length` see `open`."""
+        return min(x for x in (ROOM * length, self.max_length) if x is not None)
+
+    def prefill_of(self, config: Config, *, rows: int, length: int) -> Prefill:
+        """What runs the model within a config; see `open`. No weight is read now."""
+        return Prefill(
+            self.model,
+            self.model.logits,
+            config.model_copy(update={"weight_quantization": None}),
+            padding={"input_ids": self.model.padding},
+            longest=self.longest_of(length),
+            batch_size=min(rows, ROWS_AT_ONCE),
+        )
 
     def close(self) -> None:
         if self.frozen is not None:

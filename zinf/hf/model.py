@@ -6,7 +6,7 @@ loss does. Parameters have the names that the module gives them.
 
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy, deepcopy
 from functools import cached_property
 from inspect import signature
@@ -47,7 +47,13 @@ from zinf.hf.module import (
 )
 from zinf.hf.quantized import plain
 from zinf.hf.rotary import each_as_last, growth_of
-from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
+from zinf.hf.weights import (
+    AbstractWeights,
+    StoredWeights,
+    check_dtypes,
+    spec_of,
+    to_numpy,
+)
 
 Kind = TypeVar("Kind", bound="Model")
 Params = dict[str, jax.Array]
@@ -225,6 +231,11 @@ class Model:
         return made
 
     @property
+    def parts(self) -> Mapping[str, "Model"]:
+        """The models that it is made of, by what their parameters' names begin with."""
+        return {"": self}
+
+    @property
     def digest(self) -> str:
         """The `weights_digest` of the model, and of its adapter if it has one."""
         own = weights_digest(self.folder)
@@ -320,7 +331,7 @@ class Model:
         """Parameters of 0, by name: their shapes and dtypes under `jax.eval_shape`."""
         return {n: jnp.zeros(s.shape, s.dtype) for n, s in self.specs.items()}
 
-    def open_weights(self) -> tuple[SafetensorsFiles, StoredWeights]:
+    def open_weights(self) -> tuple[AbstractContextManager, AbstractWeights]:
         """The open files, which the caller closes, and the weights in them.
 
         Raises:

@@ -19,14 +19,17 @@ from jax.sharding import Mesh
 from xxhash import xxh3_128
 
 from zinf.adapt import Adapted, MergedTensors
+from zinf.adapt.adapted import ADAPTER, BASE
 from zinf.checkpoint import Saved
 from zinf.core.config import Config
 from zinf.core.engine.engine import Engine
+from zinf.core.engine.initialize import make_planner
 from zinf.core.interchange.sources import parameters
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
-from zinf.core.plan import InfeasibleError
+from zinf.core.plan import InfeasibleError, show_bytes
 from zinf.core.rollouts.rollouts import AbstractRollouts
+from zinf.core.step.arrays import array_specs
 from zinf.core.trainer import Hook
 from zinf.data import (
     Bucket,
@@ -201,7 +204,8 @@ class Task:
         reference, opened, frozen = None, list[Judge](), list[Frozen]()
         with ExitStack() as stack:
             if drawing.has_copy(config):
-                reference = open_reference(self.model, config, mesh, **shape)
+                policy = self.model.parts[""]
+                reference = open_reference(policy, config, mesh, **shape)
                 config = _placed(reference.frozen, config, frozen, stack)
             for number, judge in enumerate(judges, 2):
                 found = judge.open(config, mesh, **shape, number=number)
@@ -211,10 +215,30 @@ class Task:
             try:
                 engine = self._engine(config, mesh, group)
             except InfeasibleError as error:
-                raise error.because([f"{x.brief()}." for x in frozen]) from None
+                notes = [f"{x.brief()}, which is not in these budgets." for x in frozen]
+                notes = [note[0].upper() + note[1:] for note in notes]
+                raise error.because([*notes, *self.state_in_words(mesh)]) from None
             stack.pop_all()
         engine.reference, engine.judges = reference, tuple(opened)
         return engine
+
+    def state_in_words(self, mesh: Mesh) -> list[str]:
+        """What each of several models that are trained together keeps, a line each."""
+        parts = self.model.parts
+        if len(parts) == 1:
+            return []
+        arguments, named = self.arguments()
+        named.pop("batch")
+        planner = make_planner(*arguments, **named, mesh=mesh)
+        held = dict.fromkeys(parts, 0)
+        for array, spec in array_specs(planner.problem, planner.separated).items():
+            name = array.path.removeprefix(f"{BASE}/").removeprefix(f"{ADAPTER}/")
+            held[max((p for p in parts if name.startswith(p)), key=len)] += spec.nbytes
+        return [
+            f"The {prefix.rstrip('.') or 'policy'} {parts[prefix].name} keeps "
+            f"{show_bytes(nbytes)} of parameters, masters and moments."
+            for prefix, nbytes in held.items()
+        ]
 
     def _engine(self, config: Config, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
         """An engine within the budgets of a config that may have others than `self`."""

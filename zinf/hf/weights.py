@@ -108,11 +108,8 @@ def dims(operation: Any) -> list[int]:
     return [dim for dim in found if dim is not None] or [0]
 
 
-class StoredWeights(AbstractTensors):
-    """The parameters and persistent buffers of a model, read from its files.
-
-    Args:
-        parted: names of parameters that are one weight in the files, under any of them.
+class AbstractWeights(AbstractTensors):
+    """The parameters and persistent buffers of a model, read from files.
 
     Attributes:
         unused: tensors of the files that the model has no place for, and that it does
@@ -120,7 +117,20 @@ class StoredWeights(AbstractTensors):
         new: parameters that the files lack, and that have initial values.
     """
 
+    unused: Collection[str]
     new: Collection[str] = ()
+
+    def whole(self, name: str) -> np.ndarray:
+        """All of a parameter or buffer."""
+        return self.read(name, tuple((0, size) for size in self.specs[name].shape))
+
+
+class StoredWeights(AbstractWeights):
+    """The weights of a model in its files.
+
+    Args:
+        parted: names of parameters that are one weight in the files, under any of them.
+    """
 
     def __init__(
         self,
@@ -209,10 +219,6 @@ class StoredWeights(AbstractTensors):
         result = next(x for n, x in done.items() if self._first.get(n, n) == name)
         array = to_numpy(result)
         return array if conversion.is_by_row or not box else array[slice(*box[0])]
-
-    def whole(self, name: str) -> np.ndarray:
-        """All of a parameter or buffer."""
-        return self.read(name, tuple((0, size) for size in self.specs[name].shape))
 
     def _whole(self, source: str) -> np.ndarray:
         shape = self._files.specs[source].shape

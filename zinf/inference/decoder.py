@@ -33,6 +33,8 @@ class Decoder:
         take_back: `(cache, num_tokens) -> cache`, the cache before so many of the last
             tokens of each sequence were read, int32 (B,). Drafts need it; a model whose
             state cannot forget a token has none.
+        reads: whether the model reads a parameter, by its key path, where others are
+            beside it; None: it reads all.
     """
 
     apply: Callable
@@ -41,6 +43,7 @@ class Decoder:
     switches_at: int | None = None
     apply_all: Callable | None = None
     take_back: Callable | None = None
+    reads: Callable[[str], bool] | None = None
 
     def check_drafts(self) -> None:
         """Raise unless the model can check guesses and forget the wrong ones."""

@@ -130,8 +130,12 @@ class Functions:
 
     @cached_property
     def weights(self) -> tuple[ArrayId, ...]:
-        homes = self.planner.at_rest.homes
-        return tuple(array for array in homes if array.role == Role.PARAM)
+        reads = self.planner.decoder.reads
+        return tuple(
+            array
+            for array in self.planner.at_rest.homes
+            if array.role == Role.PARAM and (reads is None or reads(array.path))
+        )
 
     @cached_property
     def _flat(self) -> Arrays:
@@ -276,6 +280,9 @@ class Functions:
             parts.setdefault(array.path, []).append((first, content))
         return OrderedDict(
             (path, _joined([x for _, x in sorted(parts[path], key=lambda p: p[0])]))
+            if path in parts
+            # The decoder says that it does not read it.
+            else (path, jnp.zeros(self._flat[path].shape, self._flat[path].dtype))
             for path in self.planner.planner.problem.params
         )
 

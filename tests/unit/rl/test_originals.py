@@ -192,6 +192,18 @@ def test_ppo_is_that_of_deepspeed_chat():
         np.testing.assert_allclose(loss, RECORD[f"ppo/{name}"], **ROUNDING)
         expected_grad = RECORD[f"ppo/{name}_grad"][:, start:]
         np.testing.assert_allclose(grad, expected_grad, **ROUNDING)
+    # Both in one loss, as TRL has it.
+    both, metrics = rl.ActorCriticLoss(vf_coef=0.1)(
+        given["logps"], given["values"], batch
+    )
+    wanted = RECORD["ppo/actor"] + 0.1 * RECORD["ppo/critic"]
+    np.testing.assert_allclose(both.mean, wanted, **ROUNDING)
+    named = rl.metric_values(metrics)
+    np.testing.assert_allclose(
+        (named["loss/policy_avg"], named["loss/value_avg"]),
+        (RECORD["ppo/actor"], RECORD["ppo/critic"]),
+        **ROUNDING,
+    )
 
 
 def test_whitening_is_that_of_trl():

@@ -13,8 +13,10 @@ from flax import nnx
 import zinf
 from tests.tiers import streamed
 from zinf.checkpoint import Checkpoints
+from zinf.core import rl
 from zinf.core.config.grpo import Grpo
-from zinf.core.rollouts import Prompt, Rewards, Rollouts, policy_loss
+from zinf.core.config.ppo import Ppo
+from zinf.core.rollouts import PpoRollouts, Prompt, Rewards, Rollouts, policy_loss
 from zinf.inference import Scored
 from zinf.models import GPT, GPTConfig
 
@@ -39,9 +41,9 @@ def prompts(count=8):
     ]
 
 
-def rollouts(settings, *, given=None, rewards=share_of_e, **named):
+def rollouts(settings, *, given=None, rewards=share_of_e, kind=Rollouts, **named):
     named = {"length": 25, "batch_size": 8, "eos_token_ids": (END,)} | named
-    return Rollouts(
+    return kind(
         prompts() if given is None else given,
         Rewards([rewards]),
         settings,
@@ -140,6 +142,55 @@ def test_completions_without_reward_or_end_are_left_out():
     np.testing.assert_array_equal((batch["weights"] != 0).any(1), is_kept)
     # What was drawn is scored all the same.
     assert (batch["labels"] != -100).any(1).all()
+
+
+def test_ppo_weighs_each_token_by_a_critic_and_a_reference():
+    """A row without a reward has no part in it, and whitening is over all others."""
+    settings = Ppo(
+        response_length=6,
+        num_ppo_epochs=2,
+        missing_eos_penalty=2.0,
+        kl_coef=0.5,
+        gamma=0.9,
+    )
+    seen = []
+
+    def some(completion_ids, **_):
+        seen[:] = completion_ids
+        return [None, *map(float, range(15))]
+
+    data = rollouts(settings, rewards=some, kind=PpoRollouts, batch_size=16)
+    with pytest.raises(ValueError, match=r"ppo.kl_coef is 0.5.*set ppo.kl_coef to 0"):
+        data.of(Drawing())
+    data = data.valued_by(lambda batch: np.full((16, 24), 3.0, np.float32))
+    reference = lambda batch: np.full((16, 24), -1.5, np.float32)  # noqa: E731
+    iterator = iter(data.of(Drawing(), reference))
+    whole = next(iterator)
+    same(whole, next(iterator))
+    kept = whole["labels"][:, 1:] != -100
+    kept[0] = False
+    np.testing.assert_array_equal(whole["weights"] != 0, kept)
+    scores = np.array([0.0, *range(15)]) - [2.0 * (ids[-1] != END) for ids in seen]
+    # The model in training says -1 of each token, and the reference -1.5.
+    rewards = np.where(kept, -0.5 * 0.5, 0.0)
+    for row, own in enumerate(kept):
+        if own.any():
+            rewards[row, np.flatnonzero(own)[-1]] += scores[row]
+    values = np.where(kept, 3.0, 0.0)
+    advantages, returns = rl.generalized_advantages(rewards, values, kept, gamma=0.9)
+    np.testing.assert_allclose(whole["returns"], returns, rtol=1e-6)
+    wanted = rl.whitened(advantages, kept)
+    np.testing.assert_allclose(whole["advantages"], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(whole["old_values"], values)
+    np.testing.assert_allclose(whole["denominators"], kept.sum() / 16)
+    metrics = {"step": 1}
+    data.told.after_step(metrics)
+    lengths = kept.sum(1)[kept.any(1)]
+    np.testing.assert_allclose(metrics["objective/kl"], 0.5 * lengths.mean())
+    np.testing.assert_allclose(
+        metrics["objective/scores"], scores[kept.any(1)].mean(), rtol=1e-6
+    )
+    assert metrics["val/num_eos_tokens"] == sum(ids[-1] == END for ids in seen)
 
 
 def same(one, two):

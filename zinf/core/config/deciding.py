@@ -24,6 +24,7 @@ SECTIONS = (
     "adapter",
     "distillation",
     "grpo",
+    "ppo",
     "model",
     "data",
 )
@@ -31,6 +32,8 @@ SECTIONS = (
 WITHOUT = (
     "grpo.rewards",
     "grpo.reward_timeout",
+    "ppo.rewards",
+    "ppo.reward_timeout",
     "data.paths",
     "data.glob",
     "data.cache",

@@ -319,14 +319,17 @@ def _objective(config: Settings) -> Iterator[Violation]:
 
 def _drawing(config: Settings) -> Iterator[Violation]:
     """How completions are drawn where none are, and evaluations of what is drawn."""
+    objective = config.data.objective
+    for name in ("grpo", "ppo"):
+        if name in config.model_fields_set and name != objective:
+            text = f"has no effect (data.objective {objective})"
+            yield (name,), f"{text}. Remove it, or set the objective to {name}."
     if not config.data.traits.is_drawn:
-        if "grpo" in config.model_fields_set:
-            text = f"has no effect (data.objective {config.data.objective})"
-            yield ("grpo",), f"{text}. Remove it, or set the objective to grpo."
         return
     if config.run.evaluate_every is not None:
-        text = "is not supported with data.objective grpo yet: rewards of training are"
-        yield ("run", "evaluate_every"), f"{text} in the metrics. Set it to null."
+        text = f"is not supported with data.objective {objective} yet: rewards of"
+        text = f"{text} training are in the metrics. Set it to null."
+        yield ("run", "evaluate_every"), text
 
 
 def _counting(config: Settings) -> Iterator[Violation]:

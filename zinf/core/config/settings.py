@@ -15,6 +15,7 @@ from zinf.core.config.dynamic_batching import DynamicBatching
 from zinf.core.config.efficiency import RESHAPE
 from zinf.core.config.grpo import Grpo
 from zinf.core.config.pacing import Pacing, buckets
+from zinf.core.config.ppo import Ppo
 from zinf.core.config.precision import BF16, LossScaling
 from zinf.core.config.scalar import Flag, Folder, Text, Whole
 from zinf.core.config.schema import (
@@ -74,6 +75,9 @@ class Settings(DeepSpeedKeys):
 
     grpo: Grpo = Field(default_factory=Grpo)
     """With data.objective grpo: how completions are drawn, rewarded and learnt from."""
+
+    ppo: Ppo = Field(default_factory=Ppo)
+    """With data.objective ppo: the same, and how the critic learns."""
 
     rates: Literal["measured", "fixed"] | Folder | None = None
     """Rates to plan by: a file that `zinf bench step` wrote; measured: a streamed run
@@ -139,7 +143,7 @@ class Settings(DeepSpeedKeys):
     @property
     def completions(self) -> Completions:
         """How completions are drawn, where the objective has them drawn."""
-        return self.grpo
+        return self.ppo if self.data.objective == "ppo" else self.grpo
 
     @property
     def device_bytes(self) -> int | None:

@@ -13,6 +13,7 @@ from zinf.core.rl.metrics import metric_values as metric_values
 from zinf.core.rl.policy import LEVELS as LEVELS
 from zinf.core.rl.policy import PolicyLoss as PolicyLoss
 from zinf.core.rl.policy import token_scores as token_scores
+from zinf.core.rl.ppo import ActorCriticLoss as ActorCriticLoss
 from zinf.core.rl.ppo import ValueLoss as ValueLoss
 from zinf.core.rl.ppo import generalized_advantages as generalized_advantages
 from zinf.core.rl.ppo import token_rewards as token_rewards

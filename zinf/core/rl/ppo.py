@@ -13,7 +13,7 @@ import numpy as np
 
 from zinf.core.problem.weighted import Weighted
 from zinf.core.rl.metrics import mean_over
-from zinf.core.rl.policy import Batch, Metrics
+from zinf.core.rl.policy import Batch, Metrics, PolicyLoss
 
 KL_ESTIMATORS = ("k1", "k3")
 
@@ -164,6 +164,46 @@ class ValueLoss:
         total = jnp.sum(batch["weights"] * losses)
         weight = jnp.sum(batch["denominators"])
         return Weighted(total, weight), jax.lax.stop_gradient(metrics)
+
+
+@dataclass(frozen=True)
+class ActorCriticLoss:
+    """The loss of a policy and of the critic beside it, as TRL's `PPOTrainer` has it.
+
+    Attributes:
+        cliprange: how far from 1 ratios of probabilities are clipped.
+        vf_coef: a factor of the critic's loss.
+        cliprange_value: see `ValueLoss`.
+    """
+
+    cliprange: float = 0.2
+    vf_coef: float = 0.1
+    cliprange_value: float | None = 0.2
+
+    def __call__(
+        self, logps: jax.Array, values: jax.Array, batch: Batch
+    ) -> tuple[Weighted, Metrics]:
+        """The sum of both losses, and metrics under TRL's names.
+
+        Args:
+            logps: see `PolicyLoss`.
+            values: see `ValueLoss`.
+            batch: what both read: `old_logps`, `advantages`, `old_values`, `returns`,
+                `weights` and `denominators`.
+        """
+        actor, shares = PolicyLoss(epsilon=self.cliprange)(logps, batch)
+        critic, metrics = ValueLoss(self.cliprange_value)(values, batch)
+        mask = (batch["weights"] != 0).astype(jnp.float32)
+        differences = jnp.where(mask != 0, logps - batch["old_logps"], 0.0)
+        metrics |= {
+            "loss/policy_avg": actor,
+            "loss/value_avg": critic,
+            "policy/clipfrac_avg": shares["clip_ratio/region_mean"],
+            "policy/approxkl_avg": mean_over(0.5 * jnp.square(differences), mask),
+            "val/ratio": mean_over(jnp.exp(differences), mask),
+        }
+        loss = Weighted(actor.total + self.vf_coef * critic.total, actor.weight)
+        return loss, jax.lax.stop_gradient(metrics)
 
 
 def _last(is_token: np.ndarray) -> np.ndarray:

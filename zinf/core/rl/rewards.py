@@ -137,15 +137,16 @@ def reward_metrics(
     Args:
         rewards: (completions,) of each reward function, by its name.
         total: (completions,), of `combined`.
-        group_size: number of completions of a prompt, which follow each other.
+        group_size: number of completions of a prompt, which follow each other; 1 has no
+            deviation within groups.
     """
     metrics = {
         "reward": float(nan_mean(total)),
         "reward_std": float(nan_std(total)),
-        "frac_reward_zero_std": float(
-            np.isclose(nan_std(grouped(total, group_size), axis=1), 0).mean()
-        ),
     }
+    if group_size > 1:
+        deviations = nan_std(grouped(total, group_size), axis=1)
+        metrics["frac_reward_zero_std"] = float(np.isclose(deviations, 0).mean())
     for name, values in rewards.items():
         metrics[f"rewards/{name}/mean"] = float(nan_mean(values))
         metrics[f"rewards/{name}/std"] = float(nan_std(values))

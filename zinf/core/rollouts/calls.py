@@ -141,8 +141,9 @@ class Rewards:
     ) -> None:
         if not functions:
             raise ValueError(
-                "There is no reward function. Name one: zinf grpo --reward FILE.py:"
-                "FUNCTION, grpo.rewards in a config, or reward_funcs= in Python."
+                "There is no reward function. Name one: --reward FILE.py:FUNCTION of "
+                "zinf grpo and zinf ppo, grpo.rewards or ppo.rewards in a config, or "
+                "reward_funcs= in Python."
             )
         if weights is not None and len(weights) != len(functions):
             raise ValueError(
@@ -294,7 +295,7 @@ class Rewards:
                 raise RuntimeError(
                     f"The reward function {name} takes more than {self.timeout:g} "
                     f"seconds again and again, at last for {samples.named(number)}. "
-                    "Raise grpo.reward_timeout, or let the function give up earlier."
+                    "Raise reward_timeout, or let the function give up earlier."
                 )
         return values, failures
 
@@ -319,7 +320,7 @@ class Rewards:
 
     @property
     def _hanging(self) -> str:
-        return f"it took more than {self.timeout:g} seconds (grpo.reward_timeout)"
+        return f"it took more than {self.timeout:g} seconds (reward_timeout)"
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from zinf.core.rollouts.rollouts import AbstractRollouts, Judged, Weighed
 from zinf.core.rollouts.sizes import Sizes
 
 
-class Rollouts(AbstractRollouts):
+class Rollouts(AbstractRollouts[Grpo]):
     """Batches for a loss of `policy_loss`; see `AbstractRollouts` for arguments."""
-
-    settings: Grpo
 
     def sizes_of(self, batch_size: int, num_microbatches: int) -> Sizes:
         rest = {"batch": batch_size, "num_microbatches": num_microbatches}

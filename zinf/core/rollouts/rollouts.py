@@ -16,7 +16,7 @@ from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import grain
 import jax
@@ -39,6 +39,7 @@ from zinf.inference import Scored
 
 Arrays = dict[str, np.ndarray]
 Score = Callable[[Arrays], np.ndarray]
+Settings = TypeVar("Settings", bound=Completions)
 IGNORED = -100
 # Folded into the key of draws of completions: other draws use the same seed.
 SALT = 0x524C
@@ -85,7 +86,7 @@ class Weighed:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class AbstractRollouts(grain.IterDataset):
+class AbstractRollouts(grain.IterDataset, Generic[Settings]):
     """Batches of completions, without an end.
 
     Args:
@@ -112,7 +113,7 @@ class AbstractRollouts(grain.IterDataset):
         self,
         prompts: Sequence[Prompt],
         rewards: Rewards,
-        settings: Completions,
+        settings: Settings,
         *,
         length: int,
         batch_size: int,

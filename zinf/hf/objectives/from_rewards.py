@@ -34,8 +34,10 @@ def drawing_objective(
     *,
     loss: Callable[[Model, Config], Callable],
     names: Callable[[Config], tuple[str, ...]],
+    drawn: Callable[[Config], int],
     model: Callable[[Config], Model] = causal_model,
     by: Callable[[Any, ModelEngine, Config], Any] | None = None,
+    asked: Callable[[Any], Mapping[str, Callable]] = lambda model: {},
 ) -> Objective:
     """The record of an objective.
 
@@ -43,6 +45,7 @@ def drawing_objective(
         kind: of batches.
         loss, model: see `Objective`. The loss returns metrics too.
         names: the leaves (rows, tokens - 1) of a batch.
+        drawn, asked: see `Drawing`.
         by: see `Drawing`; None: `drawn_by`.
     """
 
@@ -60,7 +63,9 @@ def drawing_objective(
             kind,
             partial(_dataset, kind),
             _num_samples,
+            drawn,
             by or drawn_by,
+            asked,
             _digests,
             has_copy,
             _judges,
@@ -214,7 +219,9 @@ def drawn_by(rollouts: Kind, engine: ModelEngine, config: Config) -> Kind:
     adapted = engine.adapted
     assert adapted is not None, "see `has_copy`"
     temperature = config.completions.temperature
-    function = adapted.unchanged(_Scores(engine.model, temperature))
+    model = engine.model
+    reads = model.parts[""].specs
+    function = adapted.unchanged(Scores(model, temperature), reads=reads)
 
     def reference(batch: Mapping[str, Any]) -> Any:
         count = config.num_microbatches
@@ -224,7 +231,7 @@ def drawn_by(rollouts: Kind, engine: ModelEngine, config: Config) -> Kind:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class Scores:
     """Log-probabilities of tokens, as a function of parameters and a batch."""
 
     model: Model

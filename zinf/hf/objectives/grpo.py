@@ -10,6 +10,7 @@ from zinf.core.config import Config
 from zinf.core.rl import PolicyLoss
 from zinf.core.rollouts import Rollouts, policy_loss
 from zinf.core.rollouts.grpo import batch_names, sizes_of
+from zinf.core.rollouts.sizes import Sizes
 from zinf.data.configured import batch_size
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.objectives.from_rewards import drawing_objective, scored
@@ -48,10 +49,14 @@ def _loss(model: Model, config: Config) -> Callable:
     return FromRewards(model, policy_loss(settings), settings.temperature).loss
 
 
-def _names(config: Config) -> tuple[str, ...]:
+def _sizes(config: Config) -> Sizes:
     count = config.num_microbatches
-    sizes = sizes_of(config.grpo, batch=batch_size(config), num_microbatches=count)
-    return batch_names(config.grpo, sizes)
+    return sizes_of(config.grpo, batch=batch_size(config), num_microbatches=count)
 
 
-OBJECTIVE = drawing_objective(Rollouts, loss=_loss, names=_names)
+OBJECTIVE = drawing_objective(
+    Rollouts,
+    loss=_loss,
+    names=lambda config: batch_names(config.grpo, _sizes(config)),
+    drawn=lambda config: _sizes(config).drawn,
+)

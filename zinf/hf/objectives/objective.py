@@ -86,7 +86,10 @@ class Drawing:
         kind: of rollouts.
         dataset: `(model, config) -> rollouts`, which an engine draws later.
         num_samples: `(model, config) -> samples` of an epoch.
+        drawn_at_once: `config -> completions` that are drawn at once.
         by: `(rollouts, engine, config) -> rollouts` that the engine draws.
+        asked: `model -> functions` of parameters and rows, by what they are, that the
+            model in training computes beside log-probabilities.
         digests: `config -> digests` of other files that decide the numbers of a run.
         has_copy: `config -> whether` the reference is a second copy of the model.
         judges: `config -> reward models`, which are not opened.
@@ -95,7 +98,9 @@ class Drawing:
     kind: type[AbstractRollouts]
     dataset: Callable[[Model, Config], AbstractRollouts]
     num_samples: Callable[[Model, Config], int]
+    drawn_at_once: Callable[[Config], int]
     by: Callable[[Any, ModelEngine, Config], AbstractRollouts]
+    asked: Callable[[Any], Mapping[str, Callable]]
     digests: Callable[[Config], Mapping[str, str]]
     has_copy: Callable[[Config], bool]
     judges: Callable[[Config], tuple[Judge, ...]]
