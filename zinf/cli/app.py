@@ -417,8 +417,11 @@ def plan(
         ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, help="Samples of a step, with --model.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, help="Samples of a step, with --model; 1 if absent, with --rl 8."
+        ),
+    ] = None,
     sequence_length: Annotated[
         int | None,
         typer.Option(
@@ -441,20 +444,28 @@ def plan(
             help="Plan generation in place of training: tokens/s by batch size.",
         ),
     ] = False,
+    from_rewards: Annotated[
+        bool,
+        typer.Option(
+            "--rl",
+            help="Plan a run from rewards (grpo, ppo): generation, scores and steps, "
+            "with the reference and the reward models.",
+        ),
+    ] = False,
     prompt_length: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of a prompt, with --generate; if absent, 512, or as many as "
-            "the model has room for.",
+            help="Tokens of a prompt, with --generate and --rl; if absent, 512, or as "
+            "many as the model has room for.",
         ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of a completion, with --generate; if absent, 200, or half of "
-            "what the model was made for if that is less.",
+            help="Tokens of a completion, with --generate and --rl; if absent, 200, or "
+            "half of what the model was made for if that is less.",
         ),
     ] = None,
     batch_sizes: Annotated[
@@ -481,14 +492,24 @@ def plan(
     generation is fused or streamed and why, and the predicted time of prompts and
     tokens for batches of several sizes. --set rates=measured times this machine first.
 
+    With --rl, plan a config of zinf grpo or ppo, or GRPO of a --model (PPO by --set
+    data.objective=ppo): what each model holds on each tier, and the predicted time of a
+    rollout, its scores and its steps.
+
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
     from zinf.cli.finetune import model_config
     from zinf.cli.forecast import Asked, batch_sizes_of, plan_generation
+    from zinf.cli.foresight import REWARDED, plan_rewards, rewards_config
     from zinf.cli.generate import in_bits
     from zinf.cli.longest import plan_longest
     from zinf.cli.plan import plan_config
 
+    if from_rewards and (longest or generates or every or html is not None):
+        raise typer.BadParameter(
+            "--rl prints bytes and times of a run. Leave --longest, --generate, --all "
+            "and --html out."
+        )
     if longest and (generates or every or html is not None):
         raise typer.BadParameter(
             "--longest searches a length for training, and prints the summary of its "
@@ -513,10 +534,17 @@ def plan(
         raise typer.Exit(max(codes))
     if weight_bits is not None:
         raise typer.BadParameter("--weight-bits is of --generate.")
+    if from_rewards:
+        common = given, Asked(prompt_length, max_new_tokens, ()), topology, traceback
+        codes = [plan_rewards(config, *common) for config in configs]
+        if model is not None:
+            raw = rewards_config(model, given, samples or REWARDED)
+            codes.append(plan_rewards(model, *common, raw))
+        raise typer.Exit(max(codes))
     problems: list[tuple[Path | str, dict[str, Any] | None]] = []
     problems += [(config, None) for config in configs]
     if model is not None:
-        raw = model_config(model, samples=samples, sequence_length=sequence_length)
+        raw = model_config(model, samples=samples or 1, sequence_length=sequence_length)
         problems.append((model, raw))
     if longest:
         where = {"topology": topology, "traceback": traceback}

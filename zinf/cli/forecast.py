@@ -161,7 +161,7 @@ def _print_forecasts(
             asked.batch_sizes,
             prompt_length=lengths[0],
             max_new_tokens=lengths[1],
-            pace=_pace(config, machine, placed.plan),
+            pace=pace_of(config, machine, placed.plan),
         )
     )
     _print_table(found, resting)
@@ -240,17 +240,19 @@ def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
     return "\n".join(lines)
 
 
-def _pace(config: Config, machine: Topology | None, placed: Plan) -> Pace:
+def pace_of(
+    config: Config, machine: Topology | None, placed: Plan | None = None
+) -> Pace:
     """The rates, or the timing here, that predicted times come from.
 
     Args:
-        placed: the plan that says where weights rest; its rates were measured, if the
-            config asks for that.
+        placed: the plan that says where weights rest, if its rates may be measured: if
+            the config asks for that.
     """
     if machine is not None:
         # Half of the peak, as of all rates.
         return Pace(memory_bytes_per_second=machine.chip.memory_bytes_per_second / 2)
-    if config.rates == "measured":
+    if config.rates == "measured" and placed is not None:
         return Pace(placed.rates, is_measured=True)
     return Pace()
 

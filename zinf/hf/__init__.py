@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from zinf.hf.export import export_adapter as export_adapter
     from zinf.hf.export import write_adapter as write_adapter
     from zinf.hf.export import write_model as write_model
+    from zinf.hf.foresight import Foresight as Foresight
+    from zinf.hf.foresight import foresee as foresee
     from zinf.hf.grpo import GRPOConfig as GRPOConfig
     from zinf.hf.grpo import GRPOTrainer as GRPOTrainer
     from zinf.hf.heads import HeadModel as HeadModel

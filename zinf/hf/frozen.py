@@ -4,7 +4,7 @@ All are engines of one process, and the budgets hold for all together: frozen mo
 placed first, one after the other, and the model in training gets what they leave.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -63,6 +63,12 @@ class Held:
         return within(config, left)
 
 
+def in_words(placed: Sequence[Held]) -> list[str]:
+    """What models hold that were placed before, a sentence each, for errors."""
+    notes = [f"{held.brief()}, which is not in these budgets." for held in placed]
+    return [note[0].upper() + note[1:] for note in notes]
+
+
 @dataclass(frozen=True)
 class Frozen(Held):
     """A frozen model that is opened: its engine trains nothing. `close` frees it."""
@@ -114,7 +120,9 @@ def share(
         tier: n if tier is Tier.NVME else max(1, n // SHARE)
         for tier, n in budgets.items()
     }
-    return within(in_own_folders(config.told(), number), most), budgets
+    # The adapters are of the model in training.
+    own = config.told().model_copy(update={"adapter": None})
+    return within(in_own_folders(own, number), most), budgets
 
 
 @contextmanager

@@ -65,7 +65,7 @@ from zinf.hf.engine import (
 )
 from zinf.hf.export import write_adapter, write_model
 from zinf.hf.folder import SMALL_FILES
-from zinf.hf.frozen import Frozen
+from zinf.hf.frozen import Frozen, in_words
 from zinf.hf.hub import check_login, push
 from zinf.hf.judge import Judge
 from zinf.hf.model import IGNORED, Model, load_as_stored
@@ -215,9 +215,8 @@ class Task:
             try:
                 engine = self._engine(config, mesh, group)
             except InfeasibleError as error:
-                notes = [f"{x.brief()}, which is not in these budgets." for x in frozen]
-                notes = [note[0].upper() + note[1:] for note in notes]
-                raise error.because([*notes, *self.state_in_words(mesh)]) from None
+                notes = in_words(frozen) + self.state_in_words(mesh)
+                raise error.because(notes) from None
             stack.pop_all()
         engine.reference, engine.judges = reference, tuple(opened)
         return engine
