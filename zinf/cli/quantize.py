@@ -51,7 +51,7 @@ def write_quantized(
 
 
 def rows_of(
-    model: hf.Model, data: Sequence[Path], samples: int, sequence_length: int | None
+    model: "hf.Model", data: Sequence[Path], samples: int, sequence_length: int | None
 ) -> np.ndarray:
     """The rows of tokens that the options of a command ask for.
 
