@@ -158,7 +158,7 @@ def check_tokens(policy: Model, critic: Model) -> None:
         ValueError: a token of the policy is no token, or another one, of the critic.
     """
     ours, theirs = policy.tokenizer.get_vocab(), critic.tokenizer.get_vocab()
-    for text, token in ours.items():
+    for text, token in sorted(ours.items(), key=lambda item: item[1]):
         if theirs.get(text) != token or token >= critic.vocab_size:
             found = theirs.get(text)
             there = "no token" if found is None else f"token {found}"

@@ -31,6 +31,8 @@ def training_figure(metrics: Sequence[Metrics]) -> Figure:
         ("gradient norm", "grad_norm"),
         ("reward", "reward"),
         ("KL divergence", "kl"),
+        ("KL divergence of a completion", "objective/kl"),
+        ("loss of the critic", "loss/value_avg"),
         ("entropy", "entropy"),
         ("tokens of a completion", "completions/mean_length"),
         ("share cut off", "completions/clipped_ratio"),

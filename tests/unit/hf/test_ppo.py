@@ -86,6 +86,10 @@ def test_the_command_makes_a_model_that_does_what_is_rewarded(tmp_path):
     lines = (tmp_path / "tuned.run/completions.jsonl").read_text().splitlines()
     assert len(lines) == 20 * 32 and json.loads(lines[-1])["rewards"]["evens"] > 0
     assert json.loads((tmp_path / "tuned.run/run.json").read_text())
+    run("report", tmp_path / "tuned.run")
+    html = (tmp_path / "tuned.run/report.html").read_text()
+    titles = ("reward", "KL divergence of a completion", "loss of the critic")
+    assert all(f'"{title}"' in html for title in titles)
     assert reloaded(output).num_parameters() == make(llama()).num_parameters()
 
 
