@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from zinf.hf.grpo import GRPOTrainer as GRPOTrainer
     from zinf.hf.heads import HeadModel as HeadModel
     from zinf.hf.heads import load_head as load_head
+    from zinf.hf.images.model import ImageModel as ImageModel
+    from zinf.hf.images.model import load_with_images as load_with_images
     from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load

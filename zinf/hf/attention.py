@@ -68,6 +68,8 @@ def boolean_mask(**named: Any) -> torch.Tensor | None:
     may_skip = named.pop("allow_is_causal_skip", True)
     segments = _SEGMENTS.get()
     may_skip = may_skip and named.get("attention_mask") is None and segments is None
+    if named.get("use_vmap") and masks.are_of_indices(named["mask_function"]):
+        named["use_vmap"] = False
     mask = sdpa_mask(**_by_row(named), allow_is_causal_skip=may_skip)
     if mask is None:
         return None

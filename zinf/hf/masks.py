@@ -161,6 +161,18 @@ def _read(
     return reader(getclosurevars(function).nonlocals, form, numbers)
 
 
+def are_of_indices(function: Callable) -> bool:
+    """Whether a mask function takes arrays of numbers of queries and keys as it is.
+
+    So are all that `transformers` puts together itself. torch's `vmap`, which it uses
+    for some of them, does not index jax arrays.
+    """
+    held = getclosurevars(function).nonlocals
+    parts = held.get("mask_functions", ())
+    is_theirs = getattr(function, "__module__", "") == masking_utils.__name__
+    return is_theirs and all(map(are_of_indices, parts))
+
+
 def _read_all(held: Mapping[str, Any], form: Form, numbers: Any) -> Form | None:
     found: Form | None = form
     for function in held["mask_functions"]:

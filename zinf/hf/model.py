@@ -65,7 +65,7 @@ KEYS = (
 )
 # torchax has one environment, and a call changes the module while it lasts. Plans are
 # traced in several threads.
-_TRACING = RLock()
+TRACING = RLock()
 # Leaves of a batch that the torch module does not get.
 OWN_KEYS = ("labels", "segment_ids", "kept")
 # Layers in which a token sees others through a mask alone.
@@ -711,7 +711,7 @@ def _labels(batch: Batch) -> jax.Array:
 @contextmanager
 def _in_torch() -> Generator[None, None, None]:
     """In the `with` block, torch's functions take jax arrays, by torch's rules."""
-    with _TRACING, default_env(), _torch_promotion(), gradients.as_in_torch():
+    with TRACING, default_env(), _torch_promotion(), gradients.as_in_torch():
         yield
 
 

@@ -1,0 +1,126 @@
+"""Tiny random models that read images, and batches for them and for torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.unit.hf.models import SMALL, VOCAB
+
+import torch  # isort: skip
+import transformers  # isort: skip
+
+from zinf import hf  # isort: skip
+
+IMAGE, LENGTH = 90, 32
+# What the configuration of each architecture has, besides the sizes of `SMALL`.
+TABLE: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text()
+)
+# Grids of images in patches, of which each 2 x 2 are a token.
+GRIDS = ((1, 4, 4), (1, 2, 4), (1, 6, 4))
+TYPES = {"gemma3": "token_type_ids"}
+
+
+def config_of(name: str, **changes: Any) -> transformers.PretrainedConfig:
+    given = dict(TABLE[name]) | changes
+    text = SMALL | {"max_position_embeddings": 128} | given.pop("text_config")
+    return transformers.CONFIG_MAPPING[name](text_config=text, **given)
+
+
+def make(name: str, **changes: Any) -> transformers.PreTrainedModel:
+    """The model of torch, with random weights that are the same each time."""
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForImageTextToText
+    config = config_of(name, **changes)
+    model = kind.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Some are zero, and then hide what is multiplied with them.
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def processed(kind: Any, num_images: int, seed: int) -> dict[str, np.ndarray]:
+    """What an image processor gives for some images."""
+    if not num_images:
+        return {}
+    rng = np.random.default_rng(seed)
+    if kind.pieces == "patches":
+        grid = np.array(GRIDS[:num_images])
+        shape = (int(grid.prod(axis=1).sum()), kind.width)
+        pixels = rng.normal(size=shape).astype(np.float32)
+        return {"pixel_values": pixels, "image_grid_thw": grid}
+    pixels = rng.normal(size=(num_images, *kind.shape)).astype(np.float32)
+    found = {"pixel_values": pixels}
+    if "patch_attention_mask" in kind.leaves:
+        found["pixel_attention_mask"] = np.ones((num_images, *kind.shape[1:]), bool)
+        found["pixel_attention_mask"][0, kind.shape[1] // 2 :] = False
+    return found
+
+
+def tokens_of(kind: Any, images: dict[str, np.ndarray]) -> list[int]:
+    """Numbers of tokens of the images of a row."""
+    if "image_grid_thw" in images:
+        return [int(g.prod()) // kind.unit for g in images["image_grid_thw"]]
+    return [kind.tokens_of[0]] * len(images.get("pixel_values", ()))
+
+
+def batch_of(
+    model: "hf.ImageModel", counts: Sequence[int]
+) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
+    """A batch with so many images in each row, and what the image processor gave."""
+    kind, rng = model.kind, np.random.default_rng(0)
+    ids = rng.integers(3, 80, (len(counts), LENGTH)).astype(np.int32)
+    images = [processed(kind, n, seed) for seed, n in enumerate(counts)]
+    for row, given in zip(ids, images, strict=True):
+        at = 2
+        for number in tokens_of(kind, given):
+            row[at : at + number] = IMAGE
+            at += number + 1
+    labels = np.where(ids == IMAGE, hf.IGNORED, ids)
+    batch = {"input_ids": ids, "labels": labels}
+    if not any(counts):
+        return batch, images
+    rows = [kind.read(x, i, model.module) for x, i in zip(images, ids, strict=True)]
+    # One bucket more than is needed: filling has no effect.
+    room = kind.unit + max(len(leaves["pixel_values"]) for leaves in rows)
+    filled = [kind.filled(leaves, room, LENGTH) for leaves in rows]
+    return batch | {n: np.stack([x[n] for x in filled]) for n in kind.leaves}, images
+
+
+def in_torch(
+    name: str, batch: dict[str, np.ndarray], images: list[dict[str, np.ndarray]]
+) -> dict[str, torch.Tensor]:
+    """The batch as `transformers` takes it."""
+    ids = torch.tensor(batch["input_ids"]).long()
+    found = {"input_ids": ids}
+    given = [x for x in images if x]
+    if not given:
+        return found
+    if name in ("idefics3", "smolvlm"):
+        most = max(len(x["pixel_values"]) for x in given)
+        for key in ("pixel_values", "pixel_attention_mask"):
+            shape = given[0][key].shape[1:]
+            values = np.zeros((len(images), most, *shape), given[0][key].dtype)
+            for row, x in enumerate(images):
+                if x:
+                    values[row, : len(x[key])] = x[key]
+            found[key] = torch.tensor(values)
+        return found
+    for key in given[0]:
+        found[key] = torch.tensor(np.concatenate([x[key] for x in given]))
+    if "image_grid_thw" in found:
+        found["mm_token_type_ids"] = (ids == IMAGE).int()
+    if name in TYPES:
+        found[TYPES[name]] = (ids == IMAGE).long()
+    return found
+
+
+def torch_loss(logits: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
+    wanted = torch.tensor(labels[:, 1:]).long().reshape(-1)
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, VOCAB).float(), wanted
+    )

@@ -1,0 +1,1 @@
+"""Models of `transformers` that read images beside text, trained and run."""

@@ -1,0 +1,176 @@
+"""A model that reads images beside text, as a pure function of its parameters."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import transformers
+
+from zinf.core.interchange.names import listed
+from zinf.hf.adapter import SavedAdapter
+from zinf.hf.images.kind import AbstractKind
+from zinf.hf.images.kinds import AUTO_CLASS, kind_of
+from zinf.hf.images.placing import placing
+from zinf.hf.model import KEYS, TRACING, Batch, Model, Params, load
+
+PIXELS = "pixel_values"
+
+
+def load_with_images(
+    path_or_id: str | Path,
+    *,
+    dtype: str = "float32",
+    base: str | Path | None = None,
+    trains_tower: bool = True,
+) -> "ImageModel":
+    """A model that reads images beside text. No weight is read now.
+
+    Args:
+        path_or_id, dtype, base: as for `load`.
+        trains_tower: whether the tower, which makes features of images, is trained
+            with the rest.
+
+    Raises:
+        NotImplementedError: zinf does not read images with this architecture.
+        FileNotFoundError, OSError, ValueError: see `load`.
+    """
+    model = load(path_or_id, dtype=dtype, base=base)
+    kind_of(model.config, model.name)
+    rest = model.folder, model.config, dtype, model.adapter
+    return ImageModel(model.name, *rest, trains_tower=trains_tower)
+
+
+class ImageModel(Model):
+    """A model of text and images without its weights.
+
+    Attributes:
+        kind: how it reads images.
+        trains_tower: whether the weights of its tower are trained.
+    """
+
+    auto_class = AUTO_CLASS
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: transformers.PretrainedConfig,
+        dtype: str = "float32",
+        adapter: SavedAdapter | None = None,
+        *,
+        trains_tower: bool = True,
+    ) -> None:
+        super().__init__(name, folder, config, dtype, adapter)
+        self.trains_tower = trains_tower
+
+    @property
+    def kind(self) -> AbstractKind:
+        return kind_of(self.config, self.name)
+
+    @property
+    def image_token(self) -> int:
+        """The token in whose places features of images are."""
+        return self.config.image_token_id
+
+    @cached_property
+    def untrained(self) -> tuple[str, ...]:
+        """As `Model.untrained`, with the tower if it is not trained."""
+        frozen = super().untrained
+        if self.trains_tower:
+            return frozen
+        tower = [name for name in self.specs if self.is_of_tower(name)]
+        return tuple(dict.fromkeys([*frozen, *tower]))
+
+    def is_of_tower(self, name: str) -> bool:
+        """Whether a parameter is one of the tower."""
+        return name.startswith(f"model.{self.kind.tower}.")
+
+    def logits(
+        self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
+    ) -> jax.Array:
+        """(batch, tokens, words), in the dtype that the model gives.
+
+        Args:
+            batch: as for `Model.logits`, without packing and dropping; with images also
+                what `kind.leaves` names, of which each row has as many pieces.
+            key, train: as for `Model.logits`.
+        """
+        leaves = {name: batch[name] for name in self.kind.leaves if name in batch}
+        if PIXELS not in leaves:
+            return super().logits(params, batch, *key, train=train)
+        taken = {"input_ids", "labels", "attention_mask", *self.kind.leaves}
+        unknown = sorted(set(batch) - taken)
+        absent = sorted(set(self.kind.leaves) - set(leaves))
+        if unknown or absent:
+            raise ValueError(
+                f"A batch of {self.name} with images has {listed(sorted(taken))}; this "
+                f"one has {listed(sorted(batch))}."
+            )
+        inputs = {n: x for n, x in batch.items() if n in KEYS and n != "labels"}
+        return self.call(params, inputs | leaves, key=key, train=train)
+
+    def _run(
+        self,
+        params: Params,
+        inputs: Batch,
+        options: Mapping[str, Any],
+        *,
+        key: Sequence[jax.Array],
+        train: bool,
+        **rest: Any,
+    ) -> jax.Array:
+        if PIXELS not in inputs:
+            return super()._run(params, inputs, options, key=key, train=train, **rest)
+        kind, dtype = self.kind, jnp.dtype(next(iter(params.values())).dtype)
+        leaves = {name: inputs[name] for name in kind.leaves}
+        text = {name: x for name, x in inputs.items() if name not in leaves}
+        is_image = inputs["input_ids"] == self.image_token
+        given = text | kind.inputs(leaves, is_image, dtype)
+        inner = self.module_in(str(dtype)).model
+        # A call changes the module while it lasts.
+        with TRACING, placing(inner), kind.within(inner, leaves):
+            return super()._run(params, given, options, key=key, train=train, **rest)
+
+    def check_packing(self) -> None:
+        raise NotImplementedError(
+            f"Several samples in a row are not supported with images ({self.name}). "
+            "Set data.packing to false."
+        )
+
+    def check_dropping(self) -> None:
+        raise NotImplementedError(
+            f"Layers of {self.name} cannot drop tokens beside images. Turn "
+            "data_efficiency.data_routing.random_ltd off."
+        )
+
+    def check(self, batch: Any) -> None:
+        """As `Model.check`; also compare the places of images with the images.
+
+        Raises:
+            ValueError: a row has more or fewer images than places for them.
+        """
+        super().check(batch)
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            return
+        is_image = np.asarray(batch["input_ids"]) == self.image_token
+        num_tokens = np.count_nonzero(is_image, axis=-1)
+        if PIXELS not in batch:
+            given = np.zeros_like(num_tokens)
+        else:
+            given = self.kind.num_given(batch)
+        tokens, pieces = self.kind.tokens_of
+        places = num_tokens * pieces
+        wrong = np.flatnonzero(places != given * tokens)
+        if len(wrong):
+            row = wrong[0]
+            raise ValueError(
+                f"Sample {row} of the batch has {num_tokens[row]:,} image tokens "
+                f"(token {self.image_token}), which are places for "
+                f"{places[row] / tokens:,g} {self.kind.pieces}, and {given[row]:,} "
+                f"{self.kind.pieces} are given. {self.name} has {tokens} tokens for "
+                f"{pieces} {self.kind.pieces}. Use the processor of this model."
+            )
