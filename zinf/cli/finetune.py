@@ -82,7 +82,7 @@ def finetune_model(
     counts_epochs = isinstance(raw["run"], dict) and "steps" not in raw["run"]
     assumed = [f"run.steps={STEPS_UNKNOWN}"] if counts_epochs else []
     config = Config.load(raw, assumed)
-    decided = hf.Task(config).settings_of_data()
+    decided = hf.Task(config).settings_of_data(_say)
     if decided:
         raw["data"] |= decided
         config = Config.load(raw, assumed)

@@ -96,6 +96,12 @@ FINETUNE = {
         "Samples of more tokens: error (if absent) ends the run, truncate cuts them, "
         "drop leaves them out.",
     ),
+    "freeze_vision_tower": Option(
+        "model.freeze_vision_tower",
+        bool,
+        "Leave the part that reads images as it is, also without adapters.",
+        default=False,
+    ),
     "nvme": Option(
         "memory.nvme", Path, "Folder on a drive, for state that memory has no room for."
     ),

@@ -15,14 +15,15 @@ from typing import Any
 import grain
 import numpy as np
 
+from zinf.core.config import Config
 from zinf.data.array_file import read_array
 from zinf.data.curriculum import CurriculumSamples, Metric
 from zinf.data.digest import file_digest
 from zinf.data.share import Share
 from zinf.data.tokens import Part, Tokens
 from zinf.data.unfinished import unfinished
-from zinf.hf.model import IGNORED
-from zinf.hf.records import records
+from zinf.hf.folder import SMALL_FILES
+from zinf.hf.model import IGNORED, Model
 from zinf.hf.samples import Tokenizing
 
 IDS, LABELS, ENDS = "ids.int32", "labels.int32", "ends.npy"
@@ -118,6 +119,7 @@ def tokenized(
         ValueError: a line is wrong, or none is left; see `Tokenizing.read`.
     """
     state: list[Any] = [how.settings, *map(content_of, [*paths, *tokenizer_files])]
+    state += how.others(paths)
     digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
     folder = cache / f"samples-{digest}"
     if folder.is_dir():
@@ -125,9 +127,14 @@ def tokenized(
     with unfinished(folder) as partial:
         ends = array("q")
         total = trained = num_cut = num_dropped = 0
-        with (partial / IDS).open("wb") as ids, (partial / LABELS).open("wb") as labels:
-            lines = chain.from_iterable(map(records, paths))
+        with (
+            (partial / IDS).open("wb") as ids,
+            (partial / LABELS).open("wb") as labels,
+            how.beside(partial) as keep,
+        ):
+            lines = chain.from_iterable(map(how.records, paths))
             for reading in (how.read(*line) for line in lines):
+                keep(reading)
                 num_cut += reading.is_cut
                 num_dropped += not reading.samples
                 for sample in reading.samples:
@@ -152,6 +159,61 @@ def tokenized(
     if num_cut or num_dropped:
         say(f"data: {treated(how, num_cut, num_dropped)}.")
     return folder
+
+
+def length_of(model: Model, config: Config) -> int:
+    """Tokens of a sample.
+
+    Raises:
+        ValueError: they are more than the model was made for.
+    """
+    length, longest = config.sequence_length, model.max_length
+    if longest is None or length <= longest:
+        return length
+    if config.data.sequence_length is not None:
+        raise ValueError(
+            f"data.sequence_length is {length:,}, and {model.name} was made "
+            f"for {longest:,} tokens (max_position_embeddings). Lower it."
+        )
+    return longest
+
+
+def samples_of(
+    model: Model,
+    config: Config,
+    kind: type[Tokenizing],
+    say: Callable[[str], None] = lambda text: None,
+    *,
+    for_evaluation: bool = False,
+) -> Path:
+    """The folder of the tokenized samples of a config; made now if it is not there.
+
+    Args:
+        kind: how lines become samples.
+        for_evaluation: those of `data.evaluation_paths`, if there are any.
+
+    Raises:
+        FileNotFoundError, ValueError: no file is named, or see `tokenized`.
+    """
+    data = config.data
+    paths = data.paths
+    if for_evaluation and data.evaluation_paths is not None:
+        paths = data.evaluation_paths
+    if isinstance(paths, str):
+        raise ValueError(
+            "data.paths names no file. To fine-tune, name files of JSON lines "
+            "there, with text, prompt and completion, messages, or text and label."
+        )
+    how = kind.of(
+        model,
+        sequence_length=length_of(model, config),
+        too_long=data.treatment_of_long,
+        completion_only=data.completion_only,
+        assistant_only=data.assistant_only,
+    )
+    files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]
+    cache = data.cache or config.run.output / "data"
+    return tokenized(paths, how, tokenizer_files=files, cache=cache, say=say)
 
 
 def treated(how: Tokenizing, num_cut: int, num_dropped: int) -> str:

@@ -11,6 +11,7 @@ length, `dynamic` goes on beside keys with earlier frequencies, as `transformers
 other classes go on there with keys of both kinds, and here they do not.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,11 +31,33 @@ ATTENTION = ("full_attention", "sliding_attention", "dummy")
 State = dict[str, Any]
 
 
-def decoder_of(model: Model, dtype: Any) -> Decoder:
+class AbstractBeside(ABC):
+    """What a model gets beside the tokens of a sequence, such as images."""
+
+    @abstractmethod
+    def state(self, starts: jax.Array) -> Any:
+        """Arrays that the cache has for it, which stay as they are.
+
+        Args:
+            starts: int32 (B,), the slot of the first token of each sequence.
+        """
+
+    @abstractmethod
+    def inputs(self, state: Any, given: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """The inputs of a call of the model, of which `given` are those of text.
+
+        Prompts are read at once, in a call of several tokens; later ones have one.
+        """
+
+
+def decoder_of(
+    model: Model, dtype: Any, beside: AbstractBeside | None = None
+) -> Decoder:
     """The model as a function of tokens and a cache.
 
     Args:
         dtype: of the parameters that `apply` is given.
+        beside: what it gets beside tokens; drafts are then not there.
 
     Raises:
         NotImplementedError: a layer keeps something else than keys and values.
@@ -58,6 +81,7 @@ def decoder_of(model: Model, dtype: Any) -> Decoder:
         return {
             "at": jnp.zeros(len(starts), jnp.int32),
             "starts": jnp.asarray(starts, jnp.int32),
+            "beside": {} if beside is None else beside.state(starts),
             "layers": {
                 name: {part: zeros(spec) for part, spec in layer.items()}
                 for name, layer in shapes.items()
@@ -65,7 +89,8 @@ def decoder_of(model: Model, dtype: Any) -> Decoder:
         }
 
     def apply(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
-        logits, new = _apply(model, len(kinds), params, tokens, state, every=False)
+        rest = {"every": False, "beside": beside}
+        logits, new = _apply(model, len(kinds), params, tokens, state, **rest)
         return logits[:, -1], new
 
     def apply_all(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
@@ -76,7 +101,7 @@ def decoder_of(model: Model, dtype: Any) -> Decoder:
         init_cache,
         model.max_length,
         switch_of(model.module),
-        apply_all,
+        apply_all if beside is None else None,
         _taken_back,
     )
 
@@ -94,6 +119,7 @@ def _apply(
     state: State,
     *,
     every: bool,
+    beside: AbstractBeside | None = None,
 ) -> tuple[jax.Array, State]:
     """The logits (B, S, V) of the token after each, and the new state.
 
@@ -121,9 +147,11 @@ def _apply(
         "attention_mask": is_token.astype(jnp.int32),
         "position_ids": positions,
     }
+    if beside is not None:
+        inputs = beside.inputs(state["beside"], inputs)
     logits = model.call(params, inputs, cache=cache, every=every, before=fill)
     layers = {name: cache.layers[int(name)].parts() for name in state["layers"]}
-    new = {"at": at + length, "starts": starts, "layers": layers}
+    new = {**state, "at": at + length, "layers": layers}
     return logits, new
 
 

@@ -1,7 +1,8 @@
 """`zinf.hf.initialize`: an engine whose weights come from the files of a model."""
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -30,7 +31,7 @@ from zinf.core.topology import Topology
 from zinf.distributed import AbstractGroup
 from zinf.hf.adapter import SavedAdapter, naming_of
 from zinf.hf.comparison import check_class
-from zinf.hf.decoder import decoder_of
+from zinf.hf.decoder import AbstractBeside, decoder_of
 from zinf.hf.model import Model
 from zinf.inference import Decoder
 
@@ -236,21 +237,30 @@ def running(
     return Running(model, adapted, loaded.without_training(), loaded.execution, batch)
 
 
-def decoder_for(model: Model, adapted: Adapted | None, planner: Planner) -> Decoder:
-    """The model with its cache, as a function of the arrays that a planner knows."""
+def decoder_for(
+    model: Model,
+    adapted: Adapted | None,
+    planner: Planner,
+    beside: AbstractBeside | None = None,
+) -> Decoder:
+    """The model with its cache, as a function of the arrays that a planner knows.
+
+    Args:
+        beside: see `decoder_of`.
+    """
     kept = planner.problem.params
     places = ("",) if adapted is None else (f"{BASE}/", f"{ADAPTER}/")
     paths = (f"{place}{name}" for name in model.specs for place in places)
     # The dtype of the parameters as the model gets them.
     dtype = next(kept[path].compute.dtype for path in paths if path in kept)
-    made = decoder_of(model, dtype)
-    beside = tuple(prefix for prefix in model.parts if prefix)
-    if beside:
-        made = replace(made, reads=lambda path: not _is_of(path, beside))
+    made = decoder_of(model, dtype, beside)
+    parts = tuple(prefix for prefix in model.parts if prefix)
+    if parts:
+        made = replace(made, reads=lambda path: not _is_of(path, parts))
     if adapted is None:
         return made
-    assert made.apply_all is not None
-    apply_all = adapted.applied(made.apply_all)
+    all_of = made.apply_all
+    apply_all = None if all_of is None else adapted.applied(all_of)
     return replace(made, apply=adapted.applied(made.apply), apply_all=apply_all)
 
 
@@ -395,6 +405,8 @@ def adapted_model(
     if model.new_modules:
         saved = tuple(dict.fromkeys([*adapter.modules_to_save, *model.new_modules]))
         adapter = adapter.model_copy(update={"modules_to_save": saved})
+    if model.without_adapters:
+        adapter = _excluding(adapter, model.without_adapters)
     loss = model.loss if loss is None else loss
     found = adapt(loss, model.zeros, adapter, batch=batch, rng=rng)
     naming = naming_of(model.module)
@@ -410,6 +422,15 @@ def adapted_model(
         _check_parting(model, adapter.begin_from, naming)
         found = load_adapter(found, adapter.begin_from, naming=naming)
     return found
+
+
+def _excluding(adapter: Adapter, names: Sequence[str]) -> Adapter:
+    """The settings, so that parameters get no adapters."""
+    excluded = adapter.exclude_modules
+    if isinstance(excluded, str):
+        both = "|".join((f"(?:{excluded})", *map(re.escape, names)))
+        return adapter.model_copy(update={"exclude_modules": both})
+    return adapter.model_copy(update={"exclude_modules": (*excluded, *names)})
 
 
 def _check_parting(model: Model, folder: Path, naming: Naming) -> None:

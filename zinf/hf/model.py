@@ -310,6 +310,11 @@ class Model:
                 "tokenizer.json and tokenizer_config.json of the model there."
             ) from error
 
+    @property
+    def without_adapters(self) -> tuple[str, ...]:
+        """Parameters that get no adapters, whatever modules they are in."""
+        return ()
+
     @cached_property
     def new_modules(self) -> tuple[str, ...]:
         """Modules without trained weights: they are trained whole beside adapters."""

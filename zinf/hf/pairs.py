@@ -14,7 +14,7 @@ from zinf.core.problem.weighted import Weighted
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.model import Batch, Model, Params
-from zinf.hf.records import tools_of
+from zinf.hf.records import refuse_images, tools_of
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
 SIDES = ("chosen", "rejected")
@@ -46,6 +46,7 @@ class PairTokenizing(Tokenizing):
                 "chosen and rejected, or two conversations chosen and rejected; found "
                 f"{found}."
             )
+        refuse_images(line, where)
         one = replace(self, completion_only=self.finds_answers)
         tools = {"tools": tools_of(line, where)}
         both = [

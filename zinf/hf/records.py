@@ -35,6 +35,8 @@ ALPACA = (
     "appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"
     "{input}### Response:\n"
 )
+# Fields of a record that are lists of messages.
+CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")
 WITH_INPUT = ", paired with an input that provides further context"
 
 
@@ -96,6 +98,53 @@ def _check_characters(value: Any, where: str) -> None:
     elif isinstance(value, list):
         for below in value:
             _check_characters(below, where)
+
+
+def has_images(line: Any) -> bool:
+    """Whether a record names images."""
+    return bool(given_images(line)) or any(
+        is_image(part) for message in messages_of(line) for part in parts_of(message)
+    )
+
+
+def refuse_images(line: Any, where: str) -> None:
+    """Refuse a record with images where text alone is read."""
+    if has_images(line):
+        raise ValueError(
+            f"{where}: the line has images, and only text is read here. Supervised "
+            "fine-tuning reads them (sft): zinf finetune, or data.images in a config. "
+            "Else leave them out."
+        )
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message stands for an image."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind in ("image", "image_url")
+
+
+def given_images(line: Any) -> list[Any]:
+    """The images of a record beside its messages."""
+    if not isinstance(line, Mapping):
+        return []
+    images = line.get("images")
+    if images is None:
+        images = [] if line.get("image") is None else [line["image"]]
+    return list(images) if isinstance(images, list | tuple) else [images]
+
+
+def messages_of(line: Any) -> Iterator[Any]:
+    """The messages of a record, in order."""
+    if isinstance(line, Mapping):
+        for name in CONVERSATIONS:
+            if isinstance(line.get(name), list):
+                yield from line[name]
+
+
+def parts_of(message: Any) -> Sequence[Any]:
+    """The parts of a message; none if it is a text."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return content if isinstance(content, list) else ()
 
 
 def standard(line: Any, where: str, *, has_template: bool) -> Any:

@@ -7,16 +7,25 @@ see `zinf.hf.records`.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.answers import Span, Tally, laid_out, span_by_characters, span_by_tokens
 from zinf.hf.model import IGNORED, Model
-from zinf.hf.records import TRAIN_FLAGS, standard, tools_of, with_content
+from zinf.hf.records import (
+    TRAIN_FLAGS,
+    records,
+    refuse_images,
+    standard,
+    tools_of,
+    with_content,
+)
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids, text_ids
 
@@ -86,6 +95,8 @@ class Tokenizing:
     vocab_size: int
     assistant_only: bool = False
     begun_inside: Tally = field(default_factory=Tally, compare=False, kw_only=True)
+    # Whether images of a line are read, and not refused.
+    takes_images: ClassVar[bool] = False
 
     @classmethod
     def of(cls, model: Model, **settings: Any) -> Self:
@@ -98,6 +109,23 @@ class Tokenizing:
         others = ("tokenizer", "begun_inside")
         found = {n: x for n, x in vars(self).items() if n not in others}
         return [type(self).__name__, LABELLED, *found.items()]
+
+    @classmethod
+    def records(cls, path: Path) -> Iterator[tuple[Any, ...]]:
+        """The arguments of `read` for each record of a file; see `records`."""
+        return records(path)
+
+    @classmethod
+    def others(cls, paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+        """Files that records name: as they name them, size in bytes, time in ns."""
+        del paths
+        return []
+
+    @contextmanager
+    def beside(self, folder: Path) -> Generator[Callable[[Any], None], None, None]:
+        """In the `with` block, a function that keeps more of a reading in a folder."""
+        del folder
+        yield lambda reading: None
 
     def read(self, line: Any, where: str) -> Reading:
         """The samples of a line, one here: tokens and labels, themselves or -100.
@@ -155,6 +183,8 @@ class Tokenizing:
 
     def _tokens(self, line: Any, where: str) -> tuple[list[int], list[int]]:
         has_template = bool(self.tokenizer.chat_template)
+        if not self.takes_images:
+            refuse_images(line, where)
         line = standard(line, where, has_template=has_template)
         if not isinstance(line, Mapping):
             raise ValueError(

@@ -49,9 +49,10 @@ from zinf.hf.dataset import (
     batches,
     check_labels,
     content_of,
+    length_of,
     num_samples,
+    samples_of,
     split_of,
-    tokenized,
     without_labels,
 )
 from zinf.hf.engine import (
@@ -64,7 +65,6 @@ from zinf.hf.engine import (
     running,
 )
 from zinf.hf.export import write_adapter, write_model
-from zinf.hf.folder import SMALL_FILES
 from zinf.hf.frozen import Frozen, in_words
 from zinf.hf.hub import check_login, push
 from zinf.hf.judge import Judge
@@ -89,7 +89,7 @@ class Task:
 
     @property
     def objective(self) -> Objective:
-        return objective_of(self.config.data.objective)
+        return objective_of(self.config)
 
     @property
     def model(self) -> Model:
@@ -108,15 +108,7 @@ class Task:
         Raises:
             ValueError: they are more than the model was made for.
         """
-        length, longest = self.config.sequence_length, self.model.max_length
-        if longest is None or length <= longest:
-            return length
-        if self.config.data.sequence_length is not None:
-            raise ValueError(
-                f"data.sequence_length is {length:,}, and {self.model.name} was made "
-                f"for {longest:,} tokens (max_position_embeddings). Lower it."
-            )
-        return longest
+        return length_of(self.model, self.config)
 
     def batch_spec(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of this process's part of a batch of the longest samples.
@@ -265,30 +257,9 @@ class Task:
         Args:
             for_evaluation: those of `data.evaluation_paths`, if there are any.
         """
-        data, model = self.config.data, self.model
-        paths = data.paths
-        if for_evaluation and data.evaluation_paths is not None:
-            paths = data.evaluation_paths
-        if isinstance(paths, str):
-            raise ValueError(
-                "data.paths names no file. To fine-tune, name files of JSON lines "
-                "there, with text, prompt and completion, messages, or text and label."
-            )
-        how = self.objective.tokenizing.of(
-            model,
-            sequence_length=self.length,
-            too_long=data.treatment_of_long,
-            completion_only=data.completion_only,
-            assistant_only=data.assistant_only,
-        )
-        files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]
-        return tokenized(
-            paths,
-            how,
-            tokenizer_files=files,
-            cache=data.cache or self.config.run.output / "data",
-            say=say,
-        )
+        kind = self.objective.tokenizing
+        rest = {"for_evaluation": for_evaluation}
+        return samples_of(self.model, self.config, kind, say, **rest)
 
     def running(self, length: int) -> Running:
         """The model as `zinf generate` opens it, for prompts of so many tokens.
@@ -307,7 +278,8 @@ class Task:
         """
         paths = self.config.data.paths
         paths = () if isinstance(paths, str) else paths
-        content = json.dumps([*map(content_of, paths)]).encode()
+        others = [x[:2] for x in self.objective.tokenizing.others(paths)]
+        content = json.dumps([*map(content_of, paths), *others]).encode()
         found = {"data.content": xxh3_128(content).hexdigest()}
         drawing = self.objective.drawing
         has_copy = drawing is not None and drawing.has_copy(self.config)
@@ -416,14 +388,16 @@ class Task:
             )
         write_model(merged, self.model, output, **written)
 
-    def settings_of_data(self) -> Mapping[str, Any]:
+    def settings_of_data(
+        self, say: Callable[[str], None] = lambda text: None
+    ) -> Mapping[str, Any]:
         """Keys of the data section that the config leaves open and its files decide.
 
         Raises:
             FileNotFoundError, ValueError: a file or a line is wrong.
         """
         settings = self.objective.settings_of_data
-        return {} if settings is None else settings(self.model, self.config)
+        return {} if settings is None else settings(self.model, self.config, say)
 
     def steps_of_epochs(
         self, batch_size: int, epochs: float, say: Callable[[str], None]
@@ -650,6 +624,13 @@ class Task:
             process=process,
             num_microbatches=config.num_microbatches,
         )
+        if self.objective.trimmed is not None:
+            if group.count > 1:
+                raise NotImplementedError(
+                    "Batches with images are made by one process, as all must have one "
+                    "shape. Use one process with all devices of the machine."
+                )
+            found = found.map(partial(self.objective.trimmed, self.model))
         if not is_training:
             return found
         if config.kept_tokens is not None:

@@ -12,6 +12,7 @@ from zinf.core.process.lazy import MissingExtra, import_at_once
 TESTED = {
     "huggingface-hub": ">=2.4,<3",
     "jinja2": ">=3.1.6,<4",
+    "pillow": ">=13,<14",
     "safetensors": ">=0.8,<0.9",
     "scipy": ">=1.14,<2",
     "tokenizers": ">=0.23,<0.24",

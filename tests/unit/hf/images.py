@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.unit.hf.models import SMALL, VOCAB
 
@@ -124,3 +128,117 @@ def torch_loss(logits: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].reshape(-1, VOCAB).float(), wanted
     )
+
+
+# Whoever names the tokens of images, and what else is among the words.
+MARKS = {
+    "llava": "<image>",
+    "gemma3": "<image_soft_token>",
+    "idefics3": "<image>",
+    "qwen2_vl": "<|image_pad|>",
+}
+SPECIAL = (
+    *("<start_of_image>", "<end_of_image>", "IMAGE", "<|video_pad|>"),
+    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+)
+CHAT = (
+    "{% for m in messages %}{{ 'a: ' if m.role == 'assistant' else 'u: ' }}"
+    "{% for p in m.content %}{% if p.type == 'image' %}PLACE {% else %}{{ p.text }} "
+    "{% endif %}{% endfor %}{% if m.role == 'assistant' %}</s> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
+TAGGED = CHAT.replace(
+    "{% for p in m.content %}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content[0].text }} </s> "
+    "{% endgeneration %}{% else %}{% for p in m.content %}",
+).replace(
+    "{% endfor %}{% if m.role == 'assistant' %}</s> {% endif %}{% endfor %}",
+    "{% endfor %}{% endif %}{% endfor %}",
+)
+
+
+def tokenizer(name: str, chat: str = CHAT) -> transformers.PreTrainedTokenizerFast:
+    """A token for each word; `w0` is token 5, and that of images is `IMAGE`."""
+    mark, first = MARKS[name], 88
+    words = ["<unk>", "</s>", "<pad>", "a:", "u:"]
+    words += [f"w{i}" for i in range(first - len(words))]
+    special = [mark if word == "IMAGE" else word for word in SPECIAL]
+    vocabulary = {word: i for i, word in enumerate([*words, *special])}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    places = {
+        "gemma3": "<start_of_image>",
+        "qwen2_vl": f"<start_of_image> {mark} <end_of_image>",
+    }
+    extra = {"image_token": mark}
+    if name == "gemma3":
+        extra |= {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        unk_token="<unk>",
+        eos_token="</s>",
+        additional_special_tokens=special,
+        extra_special_tokens=extra,
+        chat_template=chat.replace("PLACE", places.get(name, mark)),
+    )
+
+
+def processor_folder(name: str, folder: Path, chat: str = CHAT) -> Path:
+    """Tokenizer and processor of a tiny model, as a published folder has them."""
+    square = {"height": 8, "width": 8}
+    settings: dict[str, dict[str, Any]] = {
+        "llava": {"size": {"shortest_edge": 8}, "crop_size": square},
+        "gemma3": {"size": square},
+        "idefics3": {
+            "size": {"longest_edge": 16},
+            "max_image_size": {"longest_edge": 8},
+        },
+        "qwen2_vl": {
+            "size": {"shortest_edge": 64, "longest_edge": 1024},
+            "patch_size": 4,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+        },
+    }
+    kinds = {
+        "llava": ("LlavaProcessor", "CLIPImageProcessor"),
+        "gemma3": ("Gemma3Processor", "Gemma3ImageProcessor"),
+        "idefics3": ("Idefics3Processor", "Idefics3ImageProcessor"),
+        "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor"),
+    }
+    more: dict[str, dict[str, Any]] = {
+        "llava": {
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        "gemma3": {"image_seq_length": 4},
+        "idefics3": {"image_seq_len": 1},
+        "qwen2_vl": {},
+    }
+    family, image = kinds[name]
+    folder.mkdir(exist_ok=True)
+    tokenizer(name, chat).save_pretrained(folder)
+    images = settings[name] | {"image_processor_type": image}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    processor = more[name] | {"processor_class": family}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def model_folder(name: str, folder: Path, chat: str = CHAT) -> Path:
+    make(name).save_pretrained(folder)
+    return processor_folder(name, folder, chat)
+
+
+def picture(seed: int, height: int = 20, width: int = 30) -> Image.Image:
+    shape = (height, width, 3)
+    pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+    return Image.fromarray(pixels)
+
+
+def reloaded(folder: Path) -> transformers.PreTrainedModel:
+    """A model that zinf has exported, in torch."""
+    kind = transformers.AutoModelForImageTextToText
+    named = {"attn_implementation": "eager", "dtype": torch.float32}
+    return kind.from_pretrained(folder, **named).eval()

@@ -1,32 +1,57 @@
 """Models that read images: what torch computes, trains and writes."""
 
+import base64
+import json
+
 import numpy as np
 import optax
 import pytest
+import yaml
 
+from tests.command import run
 from tests.marks import drawn
-from tests.unit.hf.models import off, on_tier, params_of
+from tests.unit.hf.models import metrics_of, off, on_tier, params_of, refusals, write
+from zinf.core.config import Config
+from zinf.core.config.adapter import Adapter
 
 pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
 
 from tests.unit.hf.images import (  # isort: skip
+    IMAGE,
     TABLE,
     batch_of,
+    config_of,
     in_torch,
     make,
+    model_folder,
+    picture,
+    processor_folder,
+    reloaded,
     torch_loss,
 )
 
 import jax  # isort: skip
+import torch  # isort: skip
+import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.hf.dataset import Samples, tokenized  # isort: skip
+from zinf.hf.engine import adapted_model  # isort: skip
 from zinf.hf.images.kind import bucket_of, sizes  # isort: skip
+from zinf.hf.images.samples import ImageRows, ImageTokenizing  # isort: skip
+from zinf.hf.images.sources import in_parts, opened  # isort: skip
 
 # As for models of text: see `test_architectures`.
 LOGITS, GRADIENTS, LOSSES = 2e-6, 1e-5, 1e-6
 # No image, one and three; a row of three, beside which the others are filled.
 COUNTS = (0, 1, 3)
 FIXED = ("gemma3", "idefics3", "llava", "qwen2_5_vl")
+TOKENIZING = {
+    "sequence_length": 64,
+    "too_long": "error",
+    "completion_only": True,
+    "assistant_only": False,
+}
 OTHERS = [name for name in TABLE if name not in FIXED]
 
 
@@ -85,10 +110,7 @@ def test_losses_are_equal_to_the_bit_on_three_tiers_and_those_of_torch(tmp_path)
         with hf.initialize(model, optax.sgd(0.1), config, batch=batch) as engine:
             found[tier] = [engine.step(batch)["loss"] for _ in range(3)]
     assert found["device"] == found["host"] == found["nvme"]
-    steps = torch_model.named_parameters()
-    import torch
-
-    tx, wanted = torch.optim.SGD([p for _, p in steps], lr=0.1), []
+    tx, wanted = torch.optim.SGD(torch_model.parameters(), lr=0.1), []
     for _ in range(3):
         tx.zero_grad()
         logits = torch_model(**in_torch(name, batch, images), use_cache=False).logits
@@ -98,6 +120,19 @@ def test_losses_are_equal_to_the_bit_on_three_tiers_and_those_of_torch(tmp_path)
         wanted.append(loss.item())
     assert found["host"] == pytest.approx(wanted, rel=LOSSES)
     assert wanted[2] < wanted[0]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_class_is_traced_in_bfloat16_by_the_shapes_of_its_leaves(name, tmp_path):
+    config_of(name).save_pretrained(tmp_path)
+    model = hf.load_with_images(tmp_path)
+    kind, tokens = model.kind, jax.ShapeDtypeStruct((2, 16), np.int32)
+    batch = {"input_ids": tokens} | kind.specs(2, 4 * kind.unit, 16)
+    assert batch.keys() == {"input_ids", *kind.leaves}
+    specs = model.specs.items()
+    params = {n: jax.ShapeDtypeStruct(s.shape, "bfloat16") for n, s in specs}
+    found = jax.eval_shape(model.logits, params, batch)
+    assert (found.shape, found.dtype) == ((2, 16, 96), "bfloat16")
 
 
 def test_buckets_are_few_and_never_half_empty():
@@ -111,3 +146,270 @@ def test_buckets_are_few_and_never_half_empty():
             b <= 2 * a and b % unit == 0 for a, b in zip(found, found[1:], strict=False)
         )
         assert len(found) < 2 * np.log2(room / unit) + 2
+
+
+def chats(folder, count=4):
+    """Records with one to three images, in one or two turns, named in all ways."""
+    lines = []
+    for i in range(count):
+        picture(i).save(folder / f"{i}.png")
+        content = (folder / f"{i}.png").read_bytes()
+        places = [{"type": "image"}] * (i % 2 + 1)
+        images = [f"{i}.png", base64.b64encode(content).decode()][: len(places)]
+        messages = [
+            {"role": "user", "content": [*places, {"type": "text", "text": f"w{i}"}]},
+            {"role": "assistant", "content": f"w{i} w{i + 1}"},
+        ]
+        if i > 1:
+            picture(9, 12, 12).save(folder / "more.png")
+            own = {"type": "image", "path": "more.png"}
+            messages += [
+                {"role": "user", "content": [own, {"type": "text", "text": "w7"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "w8"}]},
+            ]
+        lines.append({"messages": messages, "images": images})
+    return write(folder / "chats.jsonl", lines)
+
+
+def wanted_loss(torch_model, folder, data):
+    """The mean over all trained tokens, of what `transformers` reads from the files."""
+    model = hf.load_with_images(folder)
+    how = ImageTokenizing.of(model, **TOKENIZING)
+    processor, total, count = how.reader.processor, 0.0, 0
+    for record in how.records(data):
+        reading = how.read(*record)
+        ids, labels = reading.samples[0]
+        line, _ = in_parts(*record[:2])
+        text = processor.apply_chat_template(line["messages"])
+        pictures = [opened(x, "") for x in reading.images]
+        given = processor(text=[text], images=[pictures], return_tensors="pt")
+        assert given["input_ids"][0].tolist() == ids
+        with torch.no_grad():
+            logits = torch_model(**given, use_cache=False).logits[0, :-1]
+        wanted = torch.tensor(labels[1:])
+        total += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+        count += int((wanted != hf.IGNORED).sum())
+    return float(total) / count
+
+
+@pytest.mark.slow
+def test_the_command_trains_on_chats_with_images(tmp_path):
+    name = "qwen2_vl"
+    data = chats(tmp_path)
+    folder = model_folder(name, tmp_path / "model")
+    torch_model = reloaded(folder)
+    wanted = wanted_loss(torch_model, folder, data)
+    losses = {}
+    for parts in (1, 2):
+        output = tmp_path / f"tuned{parts}"
+        run(
+            *("finetune", folder, "--data", data, "--output", output),
+            *("--samples", 4, "--steps", 4, "--learning-rate", 1e-2),
+            *("--sequence-length", 64, "--eval-data", data, "--freeze-vision-tower"),
+            *("--set", "bf16.enabled=false", "--set", "execution=streamed"),
+            *("--set", f"gradient_accumulation_steps={parts}"),
+        )
+        lines = metrics_of(tmp_path / f"tuned{parts}.run")
+        losses[parts] = [x["loss"] for x in lines if "loss" in x]
+        # All rows are evaluated, with the weights after the last step.
+        last = [x["evaluation_loss"] for x in lines if "evaluation_loss" in x][-1]
+        tuned = reloaded(output)
+        assert last == pytest.approx(wanted_loss(tuned, output, data), rel=LOSSES)
+        assert last < losses[parts][-1] < losses[parts][0]
+    assert losses[1][0] == pytest.approx(wanted, rel=LOSSES)
+    # No mean depends on microbatches.
+    assert losses[1] == pytest.approx(losses[2], rel=LOSSES)
+    config = yaml.safe_load((tmp_path / "tuned1.run/finetune.yaml").read_text())
+    assert config["data"]["images"] == 80
+    before, after = torch_model.state_dict(), tuned.state_dict()
+    changed = {n for n, x in before.items() if not torch.equal(x, after[n])}
+    assert changed == {n for n in before if not n.startswith("model.visual.")}
+
+
+def test_batches_have_the_smallest_bucket_of_all_their_rows(tmp_path):
+    folder = tmp_path / "model"
+    config_of("qwen2_vl").save_pretrained(folder)
+    processor_folder("qwen2_vl", folder)
+    data = chats(tmp_path)
+    config = Config.load(
+        {
+            "model": {"huggingface": str(folder)},
+            "data": {"paths": [str(data)], "sequence_length": 64, "images": 200},
+            "run": {"output": str(tmp_path / "run")},
+            "train_batch_size": 2,
+        }
+    )
+    task = hf.Task(config)
+    spec, batches = task.batch_spec(2), iter(task.dataset("train"))
+    assert spec["pixel_values"].shape == (2, 200, 96)
+    rows = task.rows()
+    needed = [
+        int(
+            task.model.kind.num_given(
+                {n: x[None] for n, x in rows[i].items() if n in task.model.kind.leaves}
+            )[0]
+        )
+        for i in range(len(rows))
+    ]
+    assert needed == [32, 64, 48, 80]
+    seen = set()
+    for _ in range(6):
+        batch = next(batches)
+        task.model.check(batch)
+        most = max(task.model.kind.num_given(batch))
+        room = batch["pixel_values"].shape[1]
+        assert room == bucket_of(most, 200, 4) and room < 200
+        assert batch["patch_segments"].shape == (2, room)
+        seen.add(room)
+    assert len(seen) > 1
+
+
+def test_a_frozen_tower_gets_no_adapters_and_named_modules_do(tmp_path):
+    config_of("llava").save_pretrained(tmp_path)
+    model = hf.load_with_images(tmp_path, trains_tower=False)
+    batch, _ = batch_of(model, (1, 2))
+    assert {model.is_of_tower(n) for n in model.untrained} == {True}
+    for section in ({}, {"exclude_modules": ".*lm_head"}, {"exclude_modules": ["fc1"]}):
+        found = adapted_model(model, Adapter(r=2, **section), batch=batch)
+        assert found.targets and not any(map(model.is_of_tower, found.targets))
+    whole = hf.load_with_images(tmp_path)
+    found = adapted_model(whole, Adapter(r=2), batch=batch).targets
+    assert any(map(model.is_of_tower, found))
+    names = ["multi_modal_projector.linear_1"]
+    named = adapted_model(whole, Adapter(r=2, target_modules=names), batch=batch)
+    assert [*named.targets] == ["model.multi_modal_projector.linear_1.weight"]
+
+
+def test_images_of_all_forms_are_read(tmp_path):
+    config_of("llava").save_pretrained(tmp_path)
+    processor_folder("llava", tmp_path)
+    how = ImageTokenizing.of(hf.load_with_images(tmp_path), **TOKENIZING)
+    image = picture(0)
+    image.save(tmp_path / "0.png")
+    content = (tmp_path / "0.png").read_bytes()
+    text = base64.b64encode(content).decode()
+    forms = [
+        *("0.png", tmp_path / "0.png", text, f"data:image/png;base64,{text}", image),
+        *({"path": "0.png"}, {"bytes": content}, {"bytes": content, "path": "x"}),
+    ]
+    ask = {"role": "user", "content": "w1"}
+    answer = {"role": "assistant", "content": "w2"}
+    url = {"type": "image_url", "image_url": {"url": forms[3]}}
+    lines = [{"messages": [ask, answer], "images": [form]} for form in forms]
+    lines += [
+        {"messages": [ask, answer], "image": "0.png"},
+        {"prompt": [ask], "completion": [answer], "images": ["0.png"]},
+        {
+            "messages": [
+                {**ask, "content": [url, {"type": "text", "text": "w1"}]},
+                answer,
+            ]
+        },
+        {"messages": [{**ask, "content": "<image>w1"}, answer], "images": ["0.png"]},
+        {
+            "conversations": [
+                {"from": "human", "value": "<image>w1"},
+                {"from": "gpt", "value": "w2"},
+            ],
+            "image": "0.png",
+        },
+    ]
+    found = [how.read(line, "line", tmp_path) for line in lines]
+    ids = [4, *[IMAGE] * 4, 6, 3, 7, 1]
+    for reading in found:
+        assert reading.samples == ((ids, [*[hf.IGNORED] * 7, 7, 1]),)
+        (one,) = reading.images
+        assert np.array_equal(np.asarray(opened(one, "")), np.asarray(image))
+
+
+def test_bad_input_is_refused_by_name(tmp_path, golden):
+    folder, other = tmp_path / "model", tmp_path / "other"
+    config_of("gemma3").save_pretrained(folder)
+    processor_folder("gemma3", folder)
+    model = hf.load_with_images(folder)
+    how = ImageTokenizing.of(model, **TOKENIZING)
+    picture(0).save(tmp_path / "0.png")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    transformers.Blip2Config().save_pretrained(tmp_path / "blip")
+    batch, _ = batch_of(model, (0, 1))
+
+    def line(places, images, text="w1", **fields):
+        parts = [{"type": "image"}] * places
+        ask = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+        messages = [ask, {"role": "assistant", "content": "w2"}]
+        how.read({"messages": messages, "images": images} | fields, "line 1", tmp_path)
+
+    def processor_with(**changes):
+        config_of("gemma3").save_pretrained(other)
+        processor_folder("gemma3", other)
+        for name, values in changes.items():
+            path = other / f"{name}_config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        found = ImageTokenizing.of(hf.load_with_images(other), **TOKENIZING)
+        ask = {"role": "user", "content": "w1"}
+        messages = [ask, {"role": "assistant", "content": "w2"}]
+        record = {"messages": messages, "images": ["0.png"]}
+        found.read(record, "line 1", tmp_path)
+
+    def rows(room):
+        record = {
+            "images": ["0.png", "0.png"],
+            "messages": [
+                {"role": "user", "content": "w1"},
+                {"role": "assistant", "content": "w2"},
+            ],
+        }
+        data = write(tmp_path / "data.jsonl", [record])
+        named = {"tokenizer_files": [], "cache": tmp_path / "cache"}
+        samples = Samples(
+            tokenized([data], how, **named), length=64, padding=0, first=0, last=1
+        )
+        ImageRows(samples, model, room)
+
+    def without_processor():
+        config_of("gemma3").save_pretrained(tmp_path / "none")
+        ImageTokenizing.of(hf.load_with_images(tmp_path / "none"), **TOKENIZING)
+
+    rows(2)
+    mistakes = {
+        "a class that is not supported": lambda: hf.load_with_images(tmp_path / "blip"),
+        "more images than places": lambda: line(1, ["0.png", "0.png"]),
+        "an image is missing": lambda: line(2, ["0.png"]),
+        "no file": lambda: line(1, ["1.png"]),
+        "no image": lambda: line(1, [3]),
+        "an unreadable file": lambda: line(1, ["bad.png"]),
+        "an image elsewhere": lambda: line(1, ["https://example.com/0.png"]),
+        "no base64": lambda: line(1, ["data:image/png;base64,!"]),
+        "a place by a word of the text": lambda: line(
+            1, ["0.png"], text="w1 <start_of_image>"
+        ),
+        "images beside a text": lambda: line(0, ["0.png"], messages=None, text="w1"),
+        "a long sample": lambda: line(1, ["0.png"], text="w1 " * 80),
+        "a grid beyond the buckets": lambda: rows(1),
+        "a processor of another model": lambda: processor_with(
+            processor={"processor_class": "LlavaProcessor"}
+        ),
+        "images of another size": lambda: processor_with(
+            preprocessor={"size": {"height": 16, "width": 16}}
+        ),
+        "other numbers of tokens": lambda: processor_with(
+            processor={"image_seq_length": 5}
+        ),
+        "no processor": without_processor,
+        "several samples in a row": model.check_packing,
+        "dropped tokens": model.check_dropping,
+        "a batch with too few images": lambda: model.check(
+            {n: batch[n] for n in ("input_ids", "labels")}
+        ),
+        "a batch with too many images": lambda: model.check(
+            batch | {"pixel_values": np.ones_like(batch["pixel_values"])}
+        ),
+        "a batch with another leaf": lambda: model.logits(
+            {}, batch | {"position_ids": batch["input_ids"]}
+        ),
+    }
+    golden.check("images.txt", refusals(mistakes, tmp_path))
+    for section in ({"packing": True}, {"objective": "dpo"}, {"too_long": "truncate"}):
+        raw = {"model": {"huggingface": "x"}, "data": {"images": 1} | section}
+        with pytest.raises(ValueError, match="images: is not supported with data"):
+            Config.load(raw)

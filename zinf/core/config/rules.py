@@ -317,6 +317,25 @@ def _objective(config: Settings) -> Iterator[Violation]:
         yield ("data", "labels"), f"{text}. Remove it, or set the objective."
 
 
+def _images(config: Settings) -> Iterator[Violation]:
+    """Settings that lines with images do not go with."""
+    data, path = config.data, ("data", "images")
+    if data.images is None:
+        return
+    if config.model is None or config.model.huggingface is None:
+        yield path, "is for model.huggingface. Remove it."
+    legacy, efficiency = config.curriculum_learning, config.data_efficiency
+    others = {
+        f"data.objective {data.objective}": data.objective != "sft",
+        "data.packing": data.packing,
+        "data.too_long truncate": data.treatment_of_long == "truncate",
+        "curriculum_learning": legacy is not None and legacy.enabled,
+        "data_efficiency": efficiency is not None,
+    }
+    for name in (name for name, is_used in others.items() if is_used):
+        yield path, f"is not supported with {name}. Remove one of them."
+
+
 def _drawing(config: Settings) -> Iterator[Violation]:
     """How completions are drawn where none are, and evaluations of what is drawn."""
     objective = config.data.objective
@@ -385,6 +404,7 @@ RULES: tuple[Callable[[Settings], Iterator[Violation]], ...] = (
     _function,
     _huggingface,
     _objective,
+    _images,
     _drawing,
     _counting,
     _distillation,

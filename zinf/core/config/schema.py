@@ -32,6 +32,7 @@ Width = Annotated[Count, Field(le=2**20)]
 Experts = Annotated[Whole, Field(le=4096)]
 STDLIB = "stdlib"
 # Keys of a model that its data is checked by.
+BESIDE_HUGGINGFACE = frozenset({"huggingface", "attention", "freeze_vision_tower"})
 BESIDE_FUNCTION = frozenset({"function", "vocab_size", "max_length", "attention"})
 SEQUENCE_LENGTH = 256
 PUBLISHED_SEQUENCE_LENGTH = 1024  # of a model that huggingface names
@@ -144,6 +145,10 @@ class Model(Section):
     folder of the config file, the current folder, or installed. Null: the model below.
     """
 
+    freeze_vision_tower: Flag = False
+    """With huggingface and data.images: the part that makes features of images stays as
+    it is, and gets no adapters."""
+
     name: Literal["gpt"] = "gpt"
     """A decoder-only Transformer."""
 
@@ -228,7 +233,7 @@ class Model(Section):
 
     def violations(self) -> Iterator[Violation]:
         if self.huggingface is not None:
-            for key in sorted(self.model_fields_set - {"huggingface", "attention"}):
+            for key in sorted(self.model_fields_set - BESIDE_HUGGINGFACE):
                 yield (key,), "has no effect: huggingface names the model. Remove it."
             return
         if self.function is not None:
@@ -236,6 +241,8 @@ class Model(Section):
             return
         if self.model_fields_set == {"attention"}:
             return  # The model is made in Python.
+        if self.freeze_vision_tower:
+            yield ("freeze_vision_tower",), "is for model.huggingface. Remove it."
         for key in ("num_layers", "num_heads", "embed_dim"):
             if getattr(self, key) is None:
                 yield (key,), "is required here, but missing."
@@ -341,6 +348,11 @@ class Data(Section):
     labels: tuple[Text, ...] | None = None
     """With classification: names of the classes, in the order of the model's outputs;
     null: those of the model's config.json."""
+
+    images: Annotated[int, Field(ge=0)] | None = None
+    """With sft and model.huggingface: lines may have images, and this is the most tiles
+    or patches of a sample (`zinf finetune` takes it from the files); null: text alone.
+    """
 
     beta: Positive = 0.1
     """With dpo and ipo: how strongly the model is kept near the one that training

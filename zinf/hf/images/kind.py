@@ -98,9 +98,14 @@ class AbstractKind(ABC):
 
     @abstractmethod
     def inputs(
-        self, leaves: Mapping[str, jax.Array], is_image_BT: jax.Array, dtype: Any
+        self, leaves: Mapping[str, jax.Array], dtype: Any
     ) -> dict[str, jax.Array]:
         """What the module gets in the place of the leaves, by names of arguments."""
+
+    def types(self, is_image_BT: jax.Array) -> dict[str, jax.Array]:
+        """What the module gets besides, by names of arguments."""
+        del is_image_BT
+        return {}
 
     @abstractmethod
     def within(

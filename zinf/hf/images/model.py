@@ -1,14 +1,20 @@
 """A model that reads images beside text, as a pure function of its parameters."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 import transformers
+from torchax.interop import torch_view
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from zinf.core.interchange.names import listed
 from zinf.hf.adapter import SavedAdapter
@@ -16,8 +22,11 @@ from zinf.hf.images.kind import AbstractKind
 from zinf.hf.images.kinds import AUTO_CLASS, kind_of
 from zinf.hf.images.placing import placing
 from zinf.hf.model import KEYS, TRACING, Batch, Model, Params, load
+from zinf.hf.module import output_name
 
-PIXELS = "pixel_values"
+PIXELS, FEATURES = "pixel_values", "features"
+# Attributes of what `get_image_features` of transformers returns.
+POOLED, DEEP = "pooler_output", "deepstack_features"
 
 
 def load_with_images(
@@ -85,6 +94,10 @@ class ImageModel(Model):
         tower = [name for name in self.specs if self.is_of_tower(name)]
         return tuple(dict.fromkeys([*frozen, *tower]))
 
+    @property
+    def without_adapters(self) -> tuple[str, ...]:
+        return () if self.trains_tower else self.untrained
+
     def is_of_tower(self, name: str) -> bool:
         """Whether a parameter is one of the tower."""
         return name.startswith(f"model.{self.kind.tower}.")
@@ -123,17 +136,44 @@ class ImageModel(Model):
         train: bool,
         **rest: Any,
     ) -> jax.Array:
-        if PIXELS not in inputs:
+        if not {PIXELS, FEATURES} & inputs.keys():
             return super()._run(params, inputs, options, key=key, train=train, **rest)
-        kind, dtype = self.kind, jnp.dtype(next(iter(params.values())).dtype)
-        leaves = {name: inputs[name] for name in kind.leaves}
-        text = {name: x for name, x in inputs.items() if name not in leaves}
-        is_image = inputs["input_ids"] == self.image_token
-        given = text | kind.inputs(leaves, is_image, dtype)
+        kind, dtype = self.kind, _dtype_of(params)
         inner = self.module_in(str(dtype)).model
+        text = dict(inputs)
+        is_image = text["input_ids"] == self.image_token
+        if FEATURES in text:
+            features = text.pop(FEATURES)
+            # Something must stand for images, or the module looks for no features.
+            images, within = {PIXELS: is_image}, _as_computed(inner, features)
+        else:
+            leaves = {name: text.pop(name) for name in kind.leaves}
+            images, within = kind.inputs(leaves, dtype), kind.within(inner, leaves)
+        given = text | images | kind.types(is_image)
         # A call changes the module while it lasts.
-        with TRACING, placing(inner), kind.within(inner, leaves):
+        with TRACING, placing(inner), within:
             return super()._run(params, given, options, key=key, train=train, **rest)
+
+    def features(self, params: Params, leaves: Batch) -> Any:
+        """What the tower makes of the images of a batch, for `inputs["features"]`.
+
+        Args:
+            leaves: those of `kind.leaves`, but for `position_ids`.
+        """
+        dtype = _dtype_of(params)
+        module = self.module_in(str(dtype))
+
+        def forward(pixel_values: torch.Tensor) -> SimpleNamespace:
+            found = module.model.get_image_features(pixel_values)
+            values = {POOLED: found.pooler_output}
+            if hasattr(found, DEEP):
+                values[DEEP] = getattr(found, DEEP)
+            return SimpleNamespace(**{output_name(self.auto_class): values})
+
+        given = {PIXELS: self.kind.inputs(leaves, dtype)[PIXELS]}
+        within = self.kind.within(module.model, leaves)
+        with TRACING, within, patch.object(module, "forward", forward):
+            return super()._run(params, given, {}, key=(), train=False)
 
     def check_packing(self) -> None:
         raise NotImplementedError(
@@ -174,3 +214,19 @@ class ImageModel(Model):
                 f"{self.kind.pieces} are given. {self.name} has {tokens} tokens for "
                 f"{pieces} {self.kind.pieces}. Use the processor of this model."
             )
+
+
+def _dtype_of(params: Params) -> Any:
+    return jnp.dtype(next(iter(params.values())).dtype)
+
+
+def _as_computed(inner: torch.nn.Module, features: Any) -> AbstractContextManager[Any]:
+    """A context in which the tower does not run: its features are there."""
+
+    def given(*_: Any, **__: Any) -> BaseModelOutputWithPooling:
+        found = BaseModelOutputWithPooling()
+        for name, value in features.items():
+            setattr(found, name, torch_view(value))
+        return found
+
+    return patch.object(inner, "get_image_features", given)

@@ -27,6 +27,8 @@ NAME = "zinf_flash_segments"
 PIXELS, POSITIONS, SEGMENTS = "pixel_values", "patch_positions", "patch_segments"
 WINDOWS, WINDOW_SEGMENTS = "patch_windows", "window_segments"
 TAPS, WEIGHTS = "patch_taps", "patch_weights"
+# Positions of tokens in time, height and width.
+PLACES = "position_ids"
 # The segment of filling.
 NONE = -1
 
@@ -50,7 +52,7 @@ class Patches(AbstractKind):
     def leaves(self) -> tuple[str, ...]:
         windows = (WINDOWS, WINDOW_SEGMENTS) if self.has_windows else ()
         table = (TAPS, WEIGHTS) if self.has_table else ()
-        return (PIXELS, POSITIONS, SEGMENTS, *windows, *table, "position_ids")
+        return (PIXELS, POSITIONS, SEGMENTS, *windows, *table, PLACES)
 
     @property
     def unit(self) -> int:
@@ -72,7 +74,7 @@ class Patches(AbstractKind):
             PIXELS: np.zeros((room, self.width), np.float32),
             POSITIONS: np.zeros((room, 2), np.int32),
             SEGMENTS: np.full(room, NONE, np.int32),
-            "position_ids": np.zeros((3, length), np.int32),
+            PLACES: np.zeros((3, length), np.int32),
         }
         if self.has_windows:
             found[WINDOWS] = np.arange(room // self.unit, dtype=np.int32)
@@ -92,7 +94,7 @@ class Patches(AbstractKind):
         length = len(ids)
         if not images:
             text = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
-            return self._empty(0, length) | {"position_ids": text}
+            return self._empty(0, length) | {PLACES: text}
         pixels = np.asarray(images[PIXELS], np.float32)
         if pixels.shape[-1] != self.width:
             raise ValueError(
@@ -106,7 +108,7 @@ class Patches(AbstractKind):
             PIXELS: pixels,
             POSITIONS: positions.numpy().astype(np.int32),
             SEGMENTS: _segments(vision_utils.get_vision_cu_seqlens(grid)),
-            "position_ids": self._position_ids(ids, grid, module),
+            PLACES: self._position_ids(ids, grid, module),
         }
         if self.has_windows:
             vision = self.config.vision_config
@@ -131,13 +133,20 @@ class Patches(AbstractKind):
         """Positions of tokens in time, height and width, int32 (3, tokens)."""
         tokens = torch.tensor(ids).long()[None]
         types = (tokens == self.config.image_token_id).int()
-        found, _ = module.model.get_rope_index(tokens, types, image_grid_thw=grid)
+        try:
+            found, _ = module.model.get_rope_index(tokens, types, image_grid_thw=grid)
+        except RuntimeError:
+            raise ValueError(
+                "the processor puts images side by side, and transformers counts "
+                "positions of such as of one image. Use the model's chat template, "
+                "which has tokens around each image"
+            ) from None
         return found[:, 0].numpy().astype(np.int32)
 
     def filled(self, leaves: Arrays, room: int, length: int) -> dict[str, np.ndarray]:
         found = self._empty(room, length)
         for name, values in leaves.items():
-            if name == "position_ids":
+            if name == PLACES:
                 found[name][:, : values.shape[1]] = values
             else:
                 found[name][: len(values)] = values
@@ -146,7 +155,7 @@ class Patches(AbstractKind):
     def cut(self, batch: Arrays, room: int) -> dict[str, np.ndarray]:
         found = dict(batch)
         for name in self.leaves:
-            if name != "position_ids":
+            if name != PLACES:
                 count = room // self.unit if name == WINDOWS else room
                 found[name] = batch[name][:, :count]
         return found
@@ -155,10 +164,12 @@ class Patches(AbstractKind):
         return np.count_nonzero(leaves[SEGMENTS] != NONE, axis=1)
 
     def inputs(
-        self, leaves: Mapping[str, jax.Array], is_image_BT: jax.Array, dtype: Any
+        self, leaves: Mapping[str, jax.Array], dtype: Any
     ) -> dict[str, jax.Array]:
-        pixels = leaves[PIXELS].reshape(-1, self.width).astype(dtype)
-        return {PIXELS: pixels, "position_ids": leaves["position_ids"].swapaxes(0, 1)}
+        found = {PIXELS: leaves[PIXELS].reshape(-1, self.width).astype(dtype)}
+        if PLACES in leaves:
+            found[PLACES] = leaves[PLACES].swapaxes(0, 1)
+        return found
 
     @contextmanager
     def within(

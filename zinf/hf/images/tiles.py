@@ -84,12 +84,14 @@ class Tiles(AbstractKind):
         return np.max(is_given * places, axis=1, initial=0)
 
     def inputs(
-        self, leaves: Mapping[str, jax.Array], is_image_BT: jax.Array, dtype: Any
+        self, leaves: Mapping[str, jax.Array], dtype: Any
     ) -> dict[str, jax.Array]:
         pixels = leaves[PIXELS]
-        flat = pixels.reshape(-1, *pixels.shape[2:]).astype(dtype)
+        return {PIXELS: pixels.reshape(-1, *pixels.shape[2:]).astype(dtype)}
+
+    def types(self, is_image_BT: jax.Array) -> dict[str, jax.Array]:
         types = {"token_type_ids": is_image_BT.astype(jnp.int32)}
-        return {PIXELS: flat} | (types if self.has_types else {})
+        return types if self.has_types else {}
 
     def within(
         self, inner: torch.nn.Module, leaves: Mapping[str, jax.Array]

@@ -2,9 +2,13 @@
 
 from importlib import import_module
 
+from zinf.core.config import Config
 from zinf.hf.objectives.objective import Objective
 
+WITH_IMAGES = "zinf.hf.images.objective"
 
-def objective_of(name: str) -> Objective:
-    """The record of an objective of `zinf.core.objectives.OBJECTIVES`."""
-    return import_module(f"{__name__}.{name}").OBJECTIVE
+
+def objective_of(config: Config) -> Objective:
+    """The record of the objective of a config, of `zinf.core.objectives.OBJECTIVES`."""
+    own = f"{__name__}.{config.data.objective}"
+    return import_module(own if config.data.images is None else WITH_IMAGES).OBJECTIVE

@@ -15,7 +15,7 @@ from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.model import Model
-from zinf.hf.objectives.objective import Objective, Spec, tokens_spec
+from zinf.hf.objectives.objective import Objective, Say, Spec, tokens_spec
 from zinf.hf.records import records
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
@@ -165,7 +165,7 @@ def _spec(config: Config, rows: int, length: int) -> Spec:
     return texts | {"labels": tokens_spec(rows)}
 
 
-def _settings(model: Model, config: Config) -> dict[str, Any]:
+def _settings(model: Model, config: Config, say: Say) -> dict[str, Any]:
     """Names of the classes that the files have, unless the config names them.
 
     Those of the model, if it was trained as a classifier of no fewer.
@@ -173,6 +173,7 @@ def _settings(model: Model, config: Config) -> dict[str, Any]:
     Raises:
         FileNotFoundError, ValueError: see `class_names`.
     """
+    del say
     assert isinstance(model, HeadModel)
     data = config.data
     if data.labels is not None:

@@ -1,0 +1,191 @@
+"""Images in records: where they are, and in which places of a conversation.
+
+A record has `messages` (or `prompt` and `completion`, lists of messages) and `images`,
+as in TRL. A message has text, or parts of the types text and image; an image part takes
+the next of `images`, or has its own. `<image>` in a text is an image part too.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from zinf.hf.records import (
+    CONVERSATIONS,
+    given_images,
+    has_images,
+    is_image,
+    messages_of,
+    parts_of,
+    standard,
+)
+
+MARK = "<image>"
+# What an image part may have its own image below.
+OWN = ("image", "path", "base64", "url")
+# No path of a file is written so.
+DATA_URL = "data:"
+REMOTE = ("http://", "https://")
+FORMS = "a path, base64, or an object with bytes or path"
+
+
+def in_parts(line: Any, where: str) -> tuple[Any, list[Any]]:
+    """A record whose messages have parts alone, and its images in order.
+
+    If no place is named, all images come first in what the user says first.
+
+    Raises:
+        ValueError: there are more or fewer images than places for them.
+    """
+    given, line = given_images(line), standard(line, where, has_template=True)
+    if not isinstance(line, Mapping):
+        return line, []
+    found = {n: x for n, x in line.items() if n not in ("images", "image")}
+    is_placed = has_images(found) or any(
+        MARK in m.get("content", "")
+        for m in messages_of(found)
+        if isinstance(m, Mapping) and isinstance(m.get("content"), str)
+    )
+    images: list[Any] = []
+    unplaced = list(given)
+    for name in CONVERSATIONS:
+        if isinstance(found.get(name), list):
+            found[name] = [_plain(m, unplaced, images, where) for m in found[name]]
+    if unplaced and not is_placed:
+        _put_first(found, len(unplaced), where)
+        images, unplaced = unplaced, []
+    if unplaced:
+        raise ValueError(
+            f"{where}: images has {len(given)} entries, and the messages have places "
+            f"for {len(given) - len(unplaced)}. Give as many parts of the type image."
+        )
+    return found, images
+
+
+def _plain(message: Any, unplaced: list[Any], images: list[Any], where: str) -> Any:
+    """The message in parts; its images are appended to `images`.
+
+    Args:
+        unplaced: the images of the record that no part had before; parts take them.
+    """
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str) and content:
+        texts = content.split(MARK) if unplaced else [content]
+        content = [{"type": "text", "text": texts[0]}]
+        for text in texts[1:]:
+            content += [{"type": "image"}, {"type": "text", "text": text}]
+        content = [x for x in content if x.get("text") != ""]
+    if not isinstance(content, list):
+        return message
+    parts = []
+    for part in content:
+        if not is_image(part):
+            parts.append(part)
+            continue
+        own = [part[key] for key in OWN if part.get(key) is not None]
+        if isinstance(part.get("image_url"), Mapping):
+            own = [part["image_url"].get("url")]
+        if not own and not unplaced:
+            raise ValueError(
+                f"{where}: the messages have a part of the type image, and no image is "
+                "left for it. Give images in the order of their parts."
+            )
+        images.append(own[0] if own else unplaced.pop(0))
+        parts.append({"type": "image"})
+    return {**message, "content": parts}
+
+
+def _put_first(line: dict[str, Any], count: int, where: str) -> None:
+    for message in messages_of(line):
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            places = [{"type": "image"}] * count
+            assert isinstance(message, dict), "it was made here"
+            message["content"] = [*places, *parts_of(message)]
+            return
+    raise ValueError(
+        f"{where}: images has {count} entries, and no message is of a user. Images "
+        "need a conversation in messages, or in prompt and completion."
+    )
+
+
+def content_of(source: Any, folder: Path | None, where: str) -> bytes:
+    """The bytes of an image file, as they are.
+
+    Args:
+        source: a path, from `folder` on; base64, with or without `data:...;base64,`; an
+            object with bytes or a path, as datasets write it; or an image of PIL.
+
+    Raises:
+        ValueError: it is nothing of this, or cannot be read.
+    """
+    if isinstance(source, Image.Image):
+        written = BytesIO()
+        source.convert("RGB").save(written, "PNG")
+        return written.getvalue()
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, bytes):
+        return source
+    if isinstance(source, str) and source.startswith(REMOTE):
+        raise ValueError(
+            f"{where}: the image {source!r:.60} is elsewhere, and zinf downloads none. "
+            "Name a file."
+        )
+    if isinstance(source, str) and source.startswith(DATA_URL):
+        return _from_base64(source.partition(",")[2], where)
+    path = path_of(source, folder)
+    if path is not None:
+        return path.read_bytes()
+    if isinstance(source, str) and len(source) > 100:
+        return _from_base64(source, where)
+    raise ValueError(
+        f"{where}: there is no image {source!r:.60}"
+        f"{'' if folder is None else f' in {folder}'}. An image is {FORMS}."
+    )
+
+
+def path_of(source: Any, folder: Path | None) -> Path | None:
+    """The file that a source names, from `folder` on; None if it is none."""
+    if isinstance(source, Mapping) and not source.get("bytes"):
+        source = source.get("path")
+    if not isinstance(source, str | Path) or not source:
+        return None
+    try:
+        path = Path(source).expanduser()
+        found = path if folder is None else folder / path
+        return found if found.is_file() else None
+    except (OSError, ValueError, RuntimeError):
+        return None  # No name of a file: too long, or with a zero.
+
+
+def _from_base64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(
+            f"{where}: the image {text!r:.40} ... is no base64, and no file. An image "
+            f"is {FORMS}."
+        ) from None
+
+
+def opened(content: bytes, where: str) -> Image.Image:
+    """The image in the bytes of a file, in red, green and blue.
+
+    Raises:
+        ValueError: PIL cannot read it.
+    """
+    try:
+        with Image.open(BytesIO(content)) as image:
+            return image.convert("RGB")
+    except UnidentifiedImageError:
+        reason = "its form is unknown"
+    except Exception as error:  # Of any kind, as the files are anybody's.
+        reason = f"{type(error).__name__}: {error}"
+    raise ValueError(
+        f"{where}: the image cannot be read ({len(content):,} bytes; {reason}). Repair "
+        "it, or leave the line out."
+    )
