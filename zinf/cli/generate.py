@@ -49,17 +49,30 @@ def print_completion(
     max_new_tokens: int,
     seed: int,
     chat: bool | None,
+    images: Sequence[Path] = (),
 ) -> None:
-    """Prints what a model writes after a prompt, as it is made, and nothing else."""
-    model = hf.load_as_stored(name, base=base)
+    """Prints what a model writes after a prompt, as it is made, and nothing else.
+
+    Args:
+        images: what the user shows before the prompt.
+    """
+    seen, model = None, hf.load_as_stored(name, base=base)
+    if images:
+        _refuse_beside_images(given, chat)
+        model = hf.in_stored_precision(hf.load_with_images(name, base=base))
+        seen = hf.image_prompt(model, line["prompt"], images)
     sampling, drafts = hf.settings_of(model, given), hf.lookup_of(model, given)
-    is_chat = _is_chat(model, chat)
-    prompt = hf.prompt_tokens(model, line, "--prompt", chat=is_chat)
+    is_chat = seen is not None or _is_chat(model, chat)
+    if seen is None:
+        prompt = hf.prompt_tokens(model, line, "--prompt", chat=is_chat)
+    else:
+        prompt, drafts = seen.tokens, None
     _say_if_endless(sampling.eos_token_ids, max_new_tokens)
     length = bucket(len(prompt))
     # A pipe or a file gets the text as it is.
     write = tell if sys.stdout.isatty() else partial(print, flush=True)
     with hf.open_model(model, config, rows=1, length=length) as engine:
+        decoder = None if seen is None else hf.decoder_after(engine, seen)
         (text,) = hf.complete_texts(
             engine,
             [prompt],
@@ -68,12 +81,26 @@ def print_completion(
             keys=_keys(seed, range(1)),
             rows=1,
             drafts=drafts,
+            decoder=decoder,
             on_text=partial(write, end=""),
         )
     tell()
     if not text:
         other = "--raw" if is_chat else "--chat"
         _say(f"The model ended the text at once. Is {other} meant?")
+
+
+def _refuse_beside_images(given: Mapping[str, Any], chat: bool | None) -> None:
+    """Refuse options that have no meaning with images, or are not there yet."""
+    if chat is False:
+        raise ValueError(
+            "--raw with --image: only the chat template of a model says where images "
+            "are in a text. Leave --raw out."
+        )
+    if given.get("prompt_lookup_num_tokens"):
+        raise NotImplementedError(
+            "--prompt-lookup-num-tokens is not supported with --image. Leave it out."
+        )
 
 
 def write_completions(

@@ -66,6 +66,10 @@ ShowTraceback = Annotated[
 def generate(
     model: ModelName,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="An image that the user shows before --prompt; repeatable."),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="JSON lines of prompt or messages, in place of --prompt."),
@@ -135,6 +139,8 @@ def generate(
         raise typer.BadParameter("Give one of --prompt and --prompts.")
     if (prompts is None) != (output is None):
         raise typer.BadParameter("--prompts needs --output, and --prompt has none.")
+    if image and prompt is None:
+        raise typer.BadParameter("--image is shown before --prompt; give one.")
     given = {
         "temperature": temperature,
         "top_k": top_k,
@@ -155,6 +161,7 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 chat=chat,
+                images=image or (),
             )
         elif prompts is not None and output is not None:
             write_completions(

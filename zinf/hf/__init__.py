@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     from zinf.hf.grpo import GRPOTrainer as GRPOTrainer
     from zinf.hf.heads import HeadModel as HeadModel
     from zinf.hf.heads import load_head as load_head
+    from zinf.hf.images.completion import decoder_after as decoder_after
+    from zinf.hf.images.completion import image_prompt as image_prompt
     from zinf.hf.images.model import ImageModel as ImageModel
     from zinf.hf.images.model import load_with_images as load_with_images
     from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
+    from zinf.hf.model import in_stored_precision as in_stored_precision
     from zinf.hf.model import load as load
     from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.objectives.dpo import Preference as Preference

@@ -9,10 +9,17 @@ import numpy as np
 from zinf.core.text.json_text import from_json
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Model
-from zinf.hf.records import tools_of, with_content
+from zinf.hf.records import refuse_images, tools_of, with_content
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids
-from zinf.inference import Drafts, Sampling, prompt_lookup, read_settings, token_ids
+from zinf.inference import (
+    Decoder,
+    Drafts,
+    Sampling,
+    prompt_lookup,
+    read_settings,
+    token_ids,
+)
 
 SETTINGS = "generation_config.json"
 NGRAM = "max_matching_ngram_size"
@@ -103,6 +110,7 @@ def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndar
         if isinstance(line, Mapping):
             found = ", ".join(map(str, line)) or "nothing"
         raise ValueError(f"{where}: a line must have {PROMPTS}; found {found}.")
+    refuse_images(line, where)
     tokenizer = model.tokenizer
     if "messages" in line or chat:
         messages = line.get("messages")
@@ -156,11 +164,13 @@ def complete_texts(
     keys: jax.Array,
     rows: int,
     drafts: Drafts | None = None,
+    decoder: Decoder | None = None,
     on_text: Callable[[str], None] | None = None,
 ) -> list[str]:
     """The text that the model writes after each prompt.
 
     Args:
+        decoder: in place of the model's own.
         keys: a random key a prompt.
         drafts: guesses of next tokens; see `zinf.inference.Drafts`.
         on_text: called with each further part of the first text, as it is made.
@@ -172,6 +182,7 @@ def complete_texts(
         key=keys,
         rows=rows,
         drafts=drafts,
+        decoder=decoder,
         on_token=None if on_text is None else words.add,
         **vars(sampling),
     )

@@ -27,6 +27,7 @@ from tests.unit.hf.images import (  # isort: skip
     picture,
     processor_folder,
     reloaded,
+    tokenizer,
     torch_loss,
 )
 
@@ -52,6 +53,7 @@ TOKENIZING = {
     "completion_only": True,
     "assistant_only": False,
 }
+TILED = ("idefics3", "llava")
 OTHERS = [name for name in TABLE if name not in FIXED]
 
 
@@ -413,3 +415,55 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         raw = {"model": {"huggingface": "x"}, "data": {"images": 1} | section}
         with pytest.raises(ValueError, match="images: is not supported with data"):
             Config.load(raw)
+
+
+def written(torch_model, folder, text, images):
+    """The tokens that transformers writes, and the prompt, by its own processor."""
+    model = hf.load_with_images(folder)
+    processor = ImageTokenizing.of(model, **TOKENIZING).reader.processor
+    parts = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
+    messages = [{"role": "user", "content": parts}]
+    prompt = processor.apply_chat_template(messages, add_generation_prompt=True)
+    given = processor(text=[prompt], images=[images], return_tensors="pt")
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    found = torch_model.generate(**given, max_new_tokens=8, **options)
+    length = given["input_ids"].shape[1]
+    return found[0, :length].tolist(), found[0, length:].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", *drawn(TILED, 1)])
+def test_greedy_tokens_after_images_are_those_of_transformers(name, tmp_path):
+    folder = model_folder(name, tmp_path / "model")
+    images = [picture(0), picture(1, 12, 12)]
+    files = [tmp_path / f"{i}.png" for i in range(2)]
+    for image, file in zip(images, files, strict=True):
+        image.save(file)
+    torch_model = reloaded(folder)
+    prompt, wanted = written(torch_model, folder, "w1 w2", images)
+    model = hf.load_with_images(folder)
+    seen = hf.image_prompt(model, "w1 w2", files)
+    assert seen.tokens.tolist() == prompt
+    for config in ({}, on_tier("host", tmp_path)):
+        with hf.open_model(model, config, rows=1, length=64) as engine:
+            decoder = hf.decoder_after(engine, seen)
+            rest = {"decoder": decoder, "rows": 1, "max_new_tokens": 8}
+            assert engine.generate([seen.tokens], **rest) == [wanted]
+
+
+@pytest.mark.slow
+def test_the_command_writes_after_images(tmp_path):
+    folder = model_folder("llava", tmp_path / "model")
+    picture(0).save(tmp_path / "0.png")
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    ask = "generate", folder, "--prompt", "w1", "--max-new-tokens", 4
+    shown = run(*ask, "--image", tmp_path / "0.png", "--set", "memory.host=1GiB")
+    _, wanted = written(reloaded(folder), folder, "w1", [picture(0)])
+    words = tokenizer("llava").decode(wanted[:4], skip_special_tokens=True)
+    assert shown.stdout.strip() == words.strip()
+    for options, error in (
+        (("--image", tmp_path / "bad.png"), "the image cannot be read"),
+        (("--image", tmp_path / "1.png"), "there is no image"),
+        (("--image", tmp_path / "0.png", "--raw"), "--raw with --image"),
+    ):
+        assert error in run(*ask, *options, code=None).stderr.replace("\n", " ")
