@@ -17,6 +17,7 @@ from zinf import models
 from zinf.adapt import Adapted, MergedTensors, adapt, load_adapter, save_adapter
 from zinf.cli.endings import say_nothing
 from zinf.core.config import Config, Model
+from zinf.core.config.schema import BESIDE_HUGGINGFACE
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import initialize, make_planner
 from zinf.core.interchange import export_safetensors
@@ -310,6 +311,6 @@ def gpt_config(config: Config) -> GPTConfig:
         )
     kept = config.kept_tokens
     layers = () if kept is None else kept.layers
-    given = model.model_dump(exclude={"name", "huggingface", "function", "attention"})
+    given = model.model_dump(exclude={"name", "function", *BESIDE_HUGGINGFACE})
     given["max_length"] = model.max_length or config.sequence_length
     return GPTConfig(**given, random_ltd_layers=layers)

@@ -296,6 +296,7 @@ def test_images_of_all_forms_are_read(tmp_path):
     ]
     ask = {"role": "user", "content": "w1"}
     answer = {"role": "assistant", "content": "w2"}
+    marked = {"type": "text", "text": "<image>w1"}
     url = {"type": "image_url", "image_url": {"url": forms[3]}}
     lines = [{"messages": [ask, answer], "images": [form]} for form in forms]
     lines += [
@@ -308,6 +309,7 @@ def test_images_of_all_forms_are_read(tmp_path):
             ]
         },
         {"messages": [{**ask, "content": "<image>w1"}, answer], "images": ["0.png"]},
+        {"messages": [{**ask, "content": [marked]}, answer], "images": ["0.png"]},
         {
             "conversations": [
                 {"from": "human", "value": "<image>w1"},

@@ -45,11 +45,8 @@ def in_parts(line: Any, where: str) -> tuple[Any, list[Any]]:
     if not isinstance(line, Mapping):
         return line, []
     found = {n: x for n, x in line.items() if n not in ("images", "image")}
-    is_placed = has_images(found) or any(
-        MARK in m.get("content", "")
-        for m in messages_of(found)
-        if isinstance(m, Mapping) and isinstance(m.get("content"), str)
-    )
+    texts = (text for m in messages_of(found) for text in _texts(m))
+    is_placed = has_images(found) or any(MARK in text for text in texts)
     images: list[Any] = []
     unplaced = list(given)
     for name in CONVERSATIONS:
@@ -74,15 +71,11 @@ def _plain(message: Any, unplaced: list[Any], images: list[Any], where: str) -> 
     """
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str) and content:
-        texts = content.split(MARK) if unplaced else [content]
-        content = [{"type": "text", "text": texts[0]}]
-        for text in texts[1:]:
-            content += [{"type": "image"}, {"type": "text", "text": text}]
-        content = [x for x in content if x.get("text") != ""]
+        content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
         return message
-    parts = []
-    for part in content:
+    parts: list[Any] = []
+    for part in (x for whole in content for x in _apart(whole, bool(unplaced))):
         if not is_image(part):
             parts.append(part)
             continue
@@ -97,6 +90,28 @@ def _plain(message: Any, unplaced: list[Any], images: list[Any], where: str) -> 
         images.append(own[0] if own else unplaced.pop(0))
         parts.append({"type": "image"})
     return {**message, "content": parts}
+
+
+def _texts(message: Any) -> list[str]:
+    """The texts of a message."""
+    if not isinstance(message, Mapping):
+        return []
+    texts = [
+        part.get("text") for part in parts_of(message) if isinstance(part, Mapping)
+    ]
+    return [x for x in (message.get("content"), *texts) if isinstance(x, str)]
+
+
+def _apart(part: Any, has_images: bool) -> list[Any]:
+    """A part of a message, or the parts into which `MARK` divides its text."""
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not has_images or not isinstance(text, str) or MARK not in text:
+        return [part]
+    first, *rest = ({"type": "text", "text": x} for x in text.split(MARK))
+    parts = [first]
+    for text_part in rest:
+        parts += [{"type": "image"}, text_part]
+    return [x for x in parts if x.get("text") != ""]
 
 
 def _put_first(line: dict[str, Any], count: int, where: str) -> None:

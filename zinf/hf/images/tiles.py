@@ -79,7 +79,7 @@ class Tiles(AbstractKind):
 
     def num_given(self, leaves: Arrays) -> np.ndarray:
         # Filling is 0, which no image is after it was normalized: as in transformers.
-        is_given = np.any(leaves[PIXELS] != 0, axis=(2, 3, 4))
+        is_given = np.any(leaves[PIXELS], axis=(2, 3, 4))
         places = np.arange(1, is_given.shape[1] + 1)
         return np.max(is_given * places, axis=1, initial=0)
 
