@@ -56,11 +56,13 @@ def print_completion(
     Args:
         images: what the user shows before the prompt.
     """
-    seen, model = None, hf.load_as_stored(name, base=base)
+    seen = None
     if images:
         _refuse_beside_images(given, chat)
         model = hf.in_stored_precision(hf.load_with_images(name, base=base))
         seen = hf.image_prompt(model, line["prompt"], images)
+    else:
+        model = hf.load_as_stored(name, base=base)
     sampling, drafts = hf.settings_of(model, given), hf.lookup_of(model, given)
     is_chat = seen is not None or _is_chat(model, chat)
     if seen is None:

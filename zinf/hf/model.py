@@ -108,17 +108,7 @@ def load(
             files are of a classifier, or the architecture has no causal language model,
             or not so many layers.
     """
-    folder, name = find_folder(path_or_id), str(path_or_id)
-    adapter = read_adapter(folder)
-    if adapter is not None:
-        # The hub gives weights only if they are asked for.
-        adapter = read_adapter(find_folder(path_or_id, weights=True))
-    if adapter is not None:
-        name, folder = base_of(adapter, base)
-    elif base is not None:
-        raise ValueError(
-            f"{name} is a whole model, so base = {base} has no use. Leave it out."
-        )
+    name, folder, adapter = found_with_adapter(path_or_id, base)
     config, layers = read_config(folder), tuple(random_ltd_layers)
     _refuse_classifier(name, config)
     part = own_part(config, Model.auto_class)
@@ -132,6 +122,31 @@ def load(
             f"{count - 1}."
         )
     return Model(name, folder, config, dtype, adapter, layers)
+
+
+def found_with_adapter(
+    path_or_id: str | Path, base: str | Path | None
+) -> tuple[str, Path, SavedAdapter | None]:
+    """The name and the folder of a whole model, and the adapter for it, if any.
+
+    Args:
+        path_or_id, base: as for `load`.
+
+    Raises:
+        FileNotFoundError, OSError, ValueError, NotImplementedError: see `load`.
+    """
+    folder, name = find_folder(path_or_id), str(path_or_id)
+    adapter = read_adapter(folder)
+    if adapter is not None:
+        # The hub gives weights only if they are asked for.
+        adapter = read_adapter(find_folder(path_or_id, weights=True))
+    if adapter is not None:
+        name, folder = base_of(adapter, base)
+    elif base is not None:
+        raise ValueError(
+            f"{name} is a whole model, so base = {base} has no use. Leave it out."
+        )
+    return name, folder, adapter
 
 
 def _refuse_classifier(name: str, config: transformers.PretrainedConfig) -> None:

@@ -397,7 +397,7 @@ class Task:
             FileNotFoundError, ValueError: a file or a line is wrong.
         """
         settings = self.objective.settings_of_data
-        return {} if settings is None else settings(self.model, self.config, say)
+        return {} if settings is None else settings(self.config, say)
 
     def steps_of_epochs(
         self, batch_size: int, epochs: float, say: Callable[[str], None]

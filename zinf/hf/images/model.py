@@ -21,8 +21,15 @@ from zinf.hf.adapter import SavedAdapter
 from zinf.hf.images.kind import AbstractKind
 from zinf.hf.images.kinds import AUTO_CLASS, kind_of
 from zinf.hf.images.placing import placing
-from zinf.hf.model import KEYS, TRACING, Batch, Model, Params, load
-from zinf.hf.module import output_name
+from zinf.hf.model import (
+    KEYS,
+    TRACING,
+    Batch,
+    Model,
+    Params,
+    found_with_adapter,
+)
+from zinf.hf.module import output_name, read_config
 
 PIXELS, FEATURES = "pixel_values", "features"
 # Attributes of what `get_image_features` of transformers returns.
@@ -47,10 +54,11 @@ def load_with_images(
         NotImplementedError: zinf does not read images with this architecture.
         FileNotFoundError, OSError, ValueError: see `load`.
     """
-    model = load(path_or_id, dtype=dtype, base=base)
-    kind_of(model.config, model.name)
-    rest = model.folder, model.config, dtype, model.adapter
-    return ImageModel(model.name, *rest, trains_tower=trains_tower)
+    name, folder, adapter = found_with_adapter(path_or_id, base)
+    config = read_config(folder)
+    kind_of(config, name)
+    rest = dtype, adapter
+    return ImageModel(name, folder, config, *rest, trains_tower=trains_tower)
 
 
 class ImageModel(Model):

@@ -165,7 +165,7 @@ def _spec(config: Config, rows: int, length: int) -> Spec:
     return texts | {"labels": tokens_spec(rows)}
 
 
-def _settings(model: Model, config: Config, say: Say) -> dict[str, Any]:
+def _settings(config: Config, say: Say) -> dict[str, Any]:
     """Names of the classes that the files have, unless the config names them.
 
     Those of the model, if it was trained as a classifier of no fewer.
@@ -174,8 +174,7 @@ def _settings(model: Model, config: Config, say: Say) -> dict[str, Any]:
         FileNotFoundError, ValueError: see `class_names`.
     """
     del say
-    assert isinstance(model, HeadModel)
-    data = config.data
+    data, model = config.data, _model(config)
     if data.labels is not None:
         return {}
     paths = [] if isinstance(data.paths, str) else [*data.paths]

@@ -57,7 +57,7 @@ def drawing_objective(
         batch_spec=spec,
         rows=_rows,
         model=model,
-        settings_of_data=_settings,
+        settings_of_data=lambda config, say: _settings(model(config), config),
         has_aux=True,
         drawing=Drawing(
             kind,

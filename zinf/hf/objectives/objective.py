@@ -50,8 +50,8 @@ class Objective:
         before_training: `(engine, config, samples, say)`, called before the first step:
             it computes what batches need of the model as it is then, for the samples of
             training and those of files of their own for evaluation.
-        settings_of_data: `(model, config, say) -> keys` of the data section that the
-            config leaves open and the files decide.
+        settings_of_data: `(config, say) -> keys` of the data section that the config
+            leaves open and the files decide.
         trimmed: `(model, batch) -> batch` in one of few shapes, without filling that
             it can do without.
         outputs: `(model, params, batch) -> array`, of which evaluations measure more
@@ -70,7 +70,7 @@ class Objective:
     before_training: (
         Callable[[ModelEngine, Config, Sequence[Samples], Say], None] | None
     ) = None
-    settings_of_data: Callable[[Model, Config, Say], Mapping[str, Any]] | None = None
+    settings_of_data: Callable[[Config, Say], Mapping[str, Any]] | None = None
     trimmed: Callable[[Model, Any], Any] | None = None
     outputs: Callable[[Model, Params, Batch], jax.Array] | None = None
     measures: (

@@ -21,7 +21,7 @@ def _rows(samples: Samples, model: Model, config: Config) -> Samples | Packed:
     return Packed(samples) if config.data.packing else samples
 
 
-def _settings(model: Model, config: Config, say: Say) -> dict[str, Any]:
+def _settings(config: Config, say: Say) -> dict[str, Any]:
     """The tiles or patches of the sample with the most of them, if lines have images.
 
     Raises:
