@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from zinf.core.interchange.names import listed
 from zinf.hf.adapter import SavedAdapter
 from zinf.hf.images.kind import AbstractKind
 from zinf.hf.images.kinds import AUTO_CLASS, kind_of
-from zinf.hf.images.placing import placing
+from zinf.hf.images.placing import placing, replaced
 from zinf.hf.model import (
     KEYS,
     TRACING,
@@ -180,7 +179,7 @@ class ImageModel(Model):
 
         given = {PIXELS: self.kind.inputs(leaves, dtype)[PIXELS]}
         within = self.kind.within(module.model, leaves)
-        with TRACING, within, patch.object(module, "forward", forward):
+        with TRACING, within, replaced(module, forward=forward):
             return super()._run(params, given, {}, key=(), train=False)
 
     def check_packing(self) -> None:
@@ -237,4 +236,4 @@ def _as_computed(inner: torch.nn.Module, features: Any) -> AbstractContextManage
             setattr(found, name, torch_view(value))
         return found
 
-    return patch.object(inner, "get_image_features", given)
+    return replaced(inner, get_image_features=given)

@@ -9,7 +9,6 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface, vision_utils
 
 from zinf.hf.images.kind import AbstractKind, Arrays, Specs
+from zinf.hf.images.placing import replaced
 from zinf_kernels.attention import attention
 
 # `transformers` gives lengths of images, and not one call an image, to an attention
@@ -187,12 +187,12 @@ class Patches(AbstractKind):
                 outputs.deepstack_features = [[found] for found in deep]
             return outputs
 
-        configs = {id(m.config): m.config for m in visual.modules() if _has_config(m)}
+        configs = [m.config for m in visual.modules() if hasattr(m, "config")]
         with ExitStack() as stack:
-            for config in configs.values():
+            for config in {id(config): config for config in configs}.values():
                 named = {"_attn_implementation_internal": NAME}
-                stack.enter_context(patch.multiple(config, **named))
-            stack.enter_context(patch.object(inner, "get_image_features", features))
+                stack.enter_context(replaced(config, **named))
+            stack.enter_context(replaced(inner, get_image_features=features))
             yield
 
     def _computed(self, leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
@@ -213,10 +213,6 @@ class Patches(AbstractKind):
             found["interp_indices"] = torch_view(leaves[TAPS].reshape(-1, 4))
             found["interp_weights"] = torch_view(leaves[WEIGHTS].reshape(-1, 4))
         return found
-
-
-def _has_config(module: torch.nn.Module) -> bool:
-    return hasattr(module, "config")
 
 
 def _segments(ends: torch.Tensor) -> np.ndarray:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,22 @@ def place(hidden_BTD: jax.Array, is_image_BT: jax.Array, features: Any) -> jax.A
 
 
 @contextmanager
+def replaced(owner: Any, **named: Any) -> Generator[None, None, None]:
+    """In the `with` block, attributes of an object have other values."""
+    before = {name: vars(owner)[name] for name in named if name in vars(owner)}
+    for name, value in named.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in named:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+@contextmanager
 def placing(inner: torch.nn.Module) -> Generator[None, None, None]:
     """In the `with` block, image tokens of each row get the features of that row.
 
@@ -43,13 +58,12 @@ def placing(inner: torch.nn.Module) -> Generator[None, None, None]:
         inner: the model below the output head, whose module of Python is patched.
     """
     module = sys.modules[type(inner).__module__]
+    text = getattr(inner, "language_model", None)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.Tensor, "masked_scatter", _scattered))
-        if hasattr(module, CHECK):
-            stack.enter_context(patch.object(module, CHECK, _unchecked))
-        text = getattr(inner, "language_model", None)
+        stack.enter_context(replaced(torch.Tensor, masked_scatter=_scattered))
+        stack.enter_context(replaced(module, **{CHECK: _unchecked}))
         if hasattr(text, "_deepstack_process"):
-            stack.enter_context(patch.object(text, "_deepstack_process", _added))
+            stack.enter_context(replaced(text, _deepstack_process=_added))
         yield
 
 

@@ -4,7 +4,6 @@ from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import torch
 from torchax.interop import jax_view, torch_view
 
 from zinf.hf.images.kind import AbstractKind, Arrays, Specs
+from zinf.hf.images.placing import replaced
 
 PIXELS, MASK = "pixel_values", "patch_attention_mask"
 
@@ -154,5 +154,5 @@ class MaskedTiles(Tiles):
             outputs.pooler_output = [found.reshape(-1, width)]
             return outputs
 
-        with patch.object(inner, "get_image_features", features):
+        with replaced(inner, get_image_features=features):
             yield
