@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 from zinf.core.config import Config
 from zinf.core.interchange.names import listed
-from zinf.core.rollouts.calls import AbstractRewardModel, Failures, Reward, Samples
+from zinf.core.rollouts.asking import Failures, Samples
+from zinf.core.rollouts.calls import AbstractRewardModel, Reward
 from zinf.core.rollouts.functions import code_digest, load_functions, place_of_model
 from zinf.hf.engine import ModelEngine
 from zinf.hf.frozen import Frozen, place

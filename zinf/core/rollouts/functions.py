@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from zinf.core.config.nearest import did_you_mean
-from zinf.core.rollouts.calls import Function
+from zinf.core.rollouts.asking import Function
 
 FORM = (
     "Write it as FILE.py:FUNCTION, such as rewards.py:correct, or name the folder of a "

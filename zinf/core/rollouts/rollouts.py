@@ -30,7 +30,8 @@ from zinf.core.rl import (
     reward_metrics,
     token_rows,
 )
-from zinf.core.rollouts.calls import AbstractRewardModel, Rewarded, Rewards, Samples
+from zinf.core.rollouts.asking import Samples
+from zinf.core.rollouts.calls import AbstractRewardModel, Rewarded, Rewards
 from zinf.core.rollouts.sizes import Prompt, Sizes, batch_spec, check_room
 from zinf.core.rollouts.texts import Told
 from zinf.core.trainer import Hook
