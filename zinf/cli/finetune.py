@@ -198,8 +198,8 @@ def of_rewards(
     section = raw.setdefault(objective, {})
     # The config of the run is in another folder.
     section["rewards"] = [_from_here(name) for name in rewards]
-    if "critic" in section:
-        section["critic"] = _from_here(section["critic"])
+    for key in {"critic", "environment"} & section.keys():
+        section[key] = _from_here(section[key])
     return raw
 
 

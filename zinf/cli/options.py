@@ -223,6 +223,12 @@ GRPO = {name: FINETUNE[name] for name in _OF_DRAWN} | {
         "Leave out completions that did not end.",
         default=False,
     ),
+    "environment": Option(
+        "grpo.environment",
+        str,
+        "FILE.py:FUNCTION of (prompts, completions, **columns), which replies to each "
+        "turn of the model, or returns None for those that end.",
+    ),
     "reward_weights": Option(
         "grpo.reward_weights", list[float], "A factor a reward; repeatable."
     ),

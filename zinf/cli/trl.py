@@ -60,6 +60,7 @@ OF_DRAWN = {
         *("top_entropy_quantile", "use_bias_correction_kl", "reward_timeout"),
         *("sapo_temperature_neg", "sapo_temperature_pos", "sync_ref_model"),
         *("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        *("environment_timeout", "max_tool_calling_iterations"),
     ),
     "--num-ppo-epochs": (
         "ppo",

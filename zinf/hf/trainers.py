@@ -23,6 +23,7 @@ from zinf.core.engine.initialize import ConfigSource
 from zinf.core.interchange.names import listed
 from zinf.core.machine.devices import on_devices
 from zinf.core.optim.transforms.factory import build_schedule
+from zinf.core.rollouts.asking import Function
 from zinf.core.rollouts.calls import Reward
 from zinf.core.trainer import Trainer
 from zinf.data.configured import batch_size
@@ -30,7 +31,12 @@ from zinf.hf.engine import ModelEngine
 from zinf.hf.export import export, export_adapter
 from zinf.hf.judge import judges_among, load_rewards
 from zinf.hf.model import Model
-from zinf.hf.objectives.from_rewards import longest, read_prompts, rollouts_of
+from zinf.hf.objectives.from_rewards import (
+    environment_of,
+    longest,
+    read_prompts,
+    rollouts_of,
+)
 from zinf.hf.records import records
 from zinf.hf.task import Task
 from zinf.observe.record import METRICS
@@ -223,6 +229,8 @@ class AbstractRewardTrainer:
 
     Attributes:
         ARGUMENTS: the class of `args`.
+        environment: what replies to what the model wrote, or its name, such as
+            "play.py:reply"; see `GRPOTrainer`.
         engine: the engine, which also generates and scores.
         rollouts: what draws the batches.
 
@@ -232,6 +240,7 @@ class AbstractRewardTrainer:
     """
 
     ARGUMENTS: ClassVar[type[AbstractRewardConfig]]
+    environment: Function | str | None = None
     engine: ModelEngine
 
     def __init__(
@@ -269,7 +278,12 @@ class AbstractRewardTrainer:
         drawing = self.task.objective.drawing
         assert drawing is not None, "the objective is drawn"
         given = self.task.model, self.config, prompts, functions
-        rollouts = rollouts_of(drawing.kind, *given, length=self.task.length)
+        rollouts = rollouts_of(
+            drawing.kind,
+            *given,
+            length=self.task.length,
+            environment=environment_of(self.config, self.environment),
+        )
         self.engine = self.task.engine(mesh, judges=judges_among(functions))
         self.rollouts = drawing.by(rollouts, self.engine, self.config)
 

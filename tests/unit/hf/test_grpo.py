@@ -9,6 +9,7 @@ import pytest
 
 from tests.command import run
 from tests.unit.hf.models import (
+    VOCAB,
     judge,
     metrics_of,
     model_folder,
@@ -26,10 +27,12 @@ from zinf import hf  # isort: skip
 from zinf.core.config import Config  # isort: skip
 from zinf.core.plan import InfeasibleError  # isort: skip
 from zinf.core.program import Tier  # isort: skip
+from zinf.core.rollouts.environment import UnreadableReply  # isort: skip
 from zinf.core.rollouts import Samples  # isort: skip
 from zinf.hf.judge import load_judge  # isort: skip
 from zinf.hf.objectives.from_rewards import prompts_of  # isort: skip
 from zinf.hf.prefill import Prefill  # isort: skip
+from zinf.hf.reply import check_template, reply_tokens  # isort: skip
 
 REWARDS = """
 def evens(completions, completion_ids, answer, **_):
@@ -37,10 +40,24 @@ def evens(completions, completion_ids, answer, **_):
     return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
 
 
+def reply(prompts, completions, turns, seeds):
+    return [
+        None if turn > 2 else f"w{seed % 7} w9"
+        for turn, seed in zip(turns, seeds, strict=True)
+    ]
+
+
 async def few(completion_ids, **_):
     return [None if len(ids) > 4 else 0.0 for ids in completion_ids]
 """
 FP32 = ("--set", "bf16.enabled=false")
+
+
+def reply(completions, turns, seeds, **_):
+    return [
+        None if turn > 2 else f"w{seed % 7}"
+        for turn, seed in zip(turns, seeds, strict=True)
+    ]
 
 
 def evens(completions, completion_ids, **_):
@@ -91,7 +108,9 @@ def test_the_command_makes_a_model_that_does_what_is_rewarded(tmp_path):
     )
 
 
-def trainer(folder, output, functions=evens, *, config=None, peft=None, **named):
+def trainer(
+    folder, output, functions=evens, *, config=None, peft=None, play=None, **named
+):
     named = {"max_completion_length": 6, "bf16": False, "learning_rate": 1e-2} | named
     named |= {"output_dir": output, "lr_scheduler_type": "constant"}
     args = hf.GRPOConfig(**named)
@@ -102,7 +121,88 @@ def trainer(folder, output, functions=evens, *, config=None, peft=None, **named)
         train_dataset=records(),
         config=config,
         peft_config=peft,
+        environment=play,
     )
+
+
+# A template with a line feed behind each turn, as many have it.
+LINES = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} </s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' and not "
+    "messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    "{{ m.role }} {{ m.content }} </s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+# The last message has no end, and those before it have one.
+OPEN = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} "
+    "{% if not loop.last %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}</s>assistant {% endif %}"
+)
+OTHERWISE = "{% for m in messages %}{{ m.role }}{{ '!' if loop.last }}{% endfor %}"
+
+
+def test_tokens_of_a_reply_follow_the_turn_before(tmp_path):
+    model = hf.load(model_folder(tmp_path))
+    words = model.tokenizer
+    assert reply_tokens(model, "w1 w2") == words("w1 w2").input_ids
+    for template, role in (
+        (words.chat_template, "user"),
+        (LINES, "user"),
+        (OPEN, "user"),
+        (TOOLS, "tool"),
+    ):
+        words.chat_template = template
+        check_template(model)
+        said = [*turns("w1", "w2"), {"role": role, "content": "w3"}]
+        said[1]["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
+
+        def laid_out(messages, asks, words=words):
+            named = {"tokenize": False, "add_generation_prompt": asks}
+            text = words.apply_chat_template(messages, **named)
+            return words(text, add_special_tokens=False).input_ids
+
+        # As if all were laid out anew, but the turn stays what was drawn.
+        drawn = laid_out(said[:1], True) + words("w2 </s>").input_ids
+        assert drawn + reply_tokens(model, said[2:]) == laid_out(said, True)
+    with pytest.raises(UnreadableReply, match="refuses the reply.*no call"):
+        reply_tokens(model, [turns("w1")[0], said[2], said[2]])
+    words.chat_template = OTHERWISE
+    with pytest.raises(ValueError, match="lays a turn out otherwise"):
+        check_template(model)
+
+
+def often_ending(tmp_path):
+    """A model whose turns end at any of several tokens, so that there are several."""
+    folder = model_folder(tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [1, *range(10, VOCAB, 5)]}))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_command_has_an_environment_reply(tmp_path):
+    folder, data = often_ending(tmp_path), write(tmp_path / "p.jsonl", records())
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    file = tmp_path / "rewards.py"
+    common = ["--data", data, "--num_generations", 4, "--max_completion_length", 20]
+    common += ["--reward", f"{file}:evens", "--environment", f"{file}:reply"]
+    common += ["--samples", 8, *FP32]
+    common += ["--max_tool_calling_iterations", 3, "--steps", 2]
+    run("grpo", folder, *common, "--output", tmp_path / "tuned")
+    metrics = metrics_of(tmp_path / "tuned.run")
+    assert max(m["sampling/sampling_logp_difference/max"] for m in metrics) < 2e-5
+    text = (tmp_path / "tuned.run/completions.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert max(line["num_turns"] for line in lines) > 1
+    for line in lines:
+        assert line["num_own_tokens"] <= line["num_tokens"] <= 20
+        if isinstance(line["completion"], list):
+            roles = [m["role"] for m in line["completion"]]
+            assert roles[::2] == ["assistant"] * line["num_turns"]
 
 
 def numbers(output, first=0):
@@ -117,13 +217,13 @@ ADAPTER = SimpleNamespace(r=4, lora_alpha=8.0, target_modules=None)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_iterations": 2, "gradient_accumulation_steps": 2},
+        {"num_iterations": 2, "gradient_accumulation_steps": 2, "play": reply},
         {"beta": 0.1, "algorithm": "rloo"},
         {"beta": 0.1, "loss_type": "dr_grpo", "steps_per_generation": 2},
     ],
 )
 def test_a_trainer_goes_on_bit_equal_within_a_rollout(changes, tmp_path):
-    folder = model_folder(tmp_path)
+    folder = often_ending(tmp_path)
     peft = ADAPTER if "beta" in changes else None
 
     def train(name, steps, **named):
@@ -268,6 +368,8 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "a model of torch": lambda: make(classifier),
         "no such function": lambda: make(f"{tmp_path}/rewards.py:even"),
         "no such file": lambda: make(f"{tmp_path}/reward.py:evens"),
+        "no such environment": lambda: make(environment=f"{tmp_path}/play.py:reply"),
+        "replies of nobody": lambda: make(max_tool_calling_iterations=2),
         "no prompt": lambda: make(data=[{"text": "w1"}]),
         "an answer": lambda: make(data=[answered]),
         "a schedule": lambda: make(lr_scheduler_type="polynomial"),

@@ -57,13 +57,15 @@ class Drawing:
     """Stands in for an engine: texts follow from the keys alone."""
 
     asked: list = field(default_factory=list)
+    read: list = field(default_factory=list)
 
-    def sample(self, prompts, *, num_samples, key, max_new_tokens, **asked):
+    def sample(self, prompts, *, num_samples=1, key, max_new_tokens, **asked):
         self.asked.append(asked)
+        self.read += [[*map(int, p)] for p in prompts for _ in range(num_samples)]
         found = []
         for number in range(len(prompts) * num_samples):
-            words = np.asarray(jax.random.key_data(jax.random.fold_in(key, number)))
-            rng = np.random.default_rng(words)
+            one = key[number] if key.ndim else jax.random.fold_in(key, number)
+            rng = np.random.default_rng(np.asarray(jax.random.key_data(one)))
             tokens = rng.integers(1, 27, rng.integers(1, max_new_tokens + 1)).tolist()
             if len(tokens) < max_new_tokens:
                 tokens[-1] = int(rng.choice(asked["eos_token_ids"]))

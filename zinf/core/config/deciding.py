@@ -34,6 +34,8 @@ WITHOUT = (
     "grpo.reward_timeout",
     "ppo.rewards",
     "ppo.reward_timeout",
+    "grpo.environment",
+    "grpo.environment_timeout",
     "data.paths",
     "data.glob",
     "data.cache",

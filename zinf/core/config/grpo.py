@@ -6,7 +6,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from zinf.core.config.completions import Completions, Share
-from zinf.core.config.scalar import Count, Flag, NonNegative, Number, Positive
+from zinf.core.config.scalar import (
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    Positive,
+    Seconds,
+    Text,
+)
 from zinf.core.config.section import Violation
 
 
@@ -26,11 +34,23 @@ class Grpo(Completions):
     """grpo, or rloo: REINFORCE whose baseline is the mean of the other completions of
     the prompt, one ratio a sequence (https://arxiv.org/abs/2402.14740)."""
 
+    environment: Text | None = None
+    """A function that replies to what the model wrote, as FILE.py:FUNCTION, until it
+    returns None. null: a completion is one turn."""
+
+    environment_timeout: Seconds = 60.0
+    """Seconds that a call of the environment may take; what takes longer is left
+    out."""
+
+    max_tool_calling_iterations: Count | None = None
+    """Most replies of the environment in a completion; null: as many as fit
+    max_completion_length."""
+
     num_generations: Annotated[Count, Field(ge=2)] = 8
     """Completions of a prompt, which are a group."""
 
     max_completion_length: Count = 256
-    """Most tokens of a completion."""
+    """Most tokens of a completion, of all its turns with the replies between them."""
 
     steps_per_generation: Count | None = None
     """Microbatches that are made of the completions drawn at once; null: those of a

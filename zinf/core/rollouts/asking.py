@@ -7,7 +7,7 @@ fail are known.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, iscoroutine, iscoroutinefunction, signature
 from threading import Event, Thread
@@ -67,7 +67,7 @@ class WrongAnswers(ValueError):
     """A function returned something that no run can go on with."""
 
 
-Read = Callable[[Any, Samples], tuple[Sequence[Any], Failures]]
+Read = Callable[[Any, Samples], tuple[Iterable[Any], Failures]]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reward functions of users, by the names that commands and configs have for them."""
+"""Reward functions and environments of users, by names of commands and configs."""
 
 import ast
 import sys
@@ -11,19 +11,21 @@ from types import ModuleType
 from zinf.core.config.nearest import did_you_mean
 from zinf.core.rollouts.asking import Function
 
-FORM = (
-    "Write it as FILE.py:FUNCTION, such as rewards.py:correct, or name the folder of a "
-    "reward model."
-)
+FORM = "Write it as FILE.py:FUNCTION, such as rewards.py:correct"
+FORMS = {
+    "reward": f"{FORM}, or name the folder of a reward model.",
+    "environment": f"{FORM}.",
+}
 
 
 def load_functions(
-    names: Sequence[str], folders: Sequence[Path]
+    names: Sequence[str], folders: Sequence[Path], *, kind: str = "reward"
 ) -> tuple[Function, ...]:
     """The functions that names such as "rewards.py:correct" stand for.
 
     Args:
         folders: where files are looked for, in this order.
+        kind: one of `FORMS`, for messages.
 
     Raises:
         ValueError: a name has another form, or there is no such file or function.
@@ -31,10 +33,10 @@ def load_functions(
     modules: dict[Path, ModuleType] = {}
     found = []
     for name in names:
-        path, function = _parts(name, folders)
+        path, function = _parts(name, folders, kind)
         if path not in modules:
             modules[path] = _module(path)
-        found.append(_function(modules[path], function, name))
+        found.append(_function(modules[path], function, f"The {kind} {name!r}"))
     return tuple(found)
 
 
@@ -48,7 +50,7 @@ def code_digest(names: Sequence[str], folders: Sequence[Path]) -> str:
     """
     digest = sha256()
     for name in names:
-        path, function = _parts(name, folders)
+        path, function = _parts(name, folders, "reward")
         code = ast.dump(ast.parse(path.read_bytes()))
         digest.update(f"{function}\n{code}\n".encode())
     return digest.hexdigest()[:16]
@@ -67,11 +69,12 @@ def place_of_model(name: str, folders: Sequence[Path]) -> str | None:
     return None if ":" in name or name.endswith(".py") else name
 
 
-def _parts(name: str, folders: Sequence[Path]) -> tuple[Path, str]:
+def _parts(name: str, folders: Sequence[Path], kind: str) -> tuple[Path, str]:
     """The file and the function of a name."""
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function.isidentifier():
-        raise ValueError(f"The reward {name!r} is no function of a file. {FORM}")
+        text = f"The {kind} {name!r} is no function of a file. {FORMS[kind]}"
+        raise ValueError(text)
     for folder in folders:
         path = folder / Path(file).expanduser()
         if path.is_file():
@@ -79,7 +82,7 @@ def _parts(name: str, folders: Sequence[Path]) -> tuple[Path, str]:
     places = (
         "" if Path(file).is_absolute() else f" in {' and '.join(map(str, folders))}"
     )
-    raise ValueError(f"The reward {name!r}: there is no file {file}{places}.")
+    raise ValueError(f"The {kind} {name!r}: there is no file {file}{places}.")
 
 
 def _module(path: Path) -> ModuleType:
@@ -93,12 +96,12 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _function(module: ModuleType, function: str, name: str) -> Function:
+def _function(module: ModuleType, function: str, title: str) -> Function:
     found = getattr(module, function, None)
     if callable(found):
         return found
     own = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
     raise ValueError(
-        f"The reward {name!r}: {module.__file__} has no function {function}."
+        f"{title}: {module.__file__} has no function {function}."
         f"{did_you_mean(function, own)} It has {', '.join(own) or 'none'}."
     )

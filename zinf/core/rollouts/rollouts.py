@@ -32,11 +32,12 @@ from zinf.core.rl import (
 )
 from zinf.core.rollouts.asking import Samples
 from zinf.core.rollouts.calls import AbstractRewardModel, Rewarded, Rewards
+from zinf.core.rollouts.environment import Environment
 from zinf.core.rollouts.sizes import Prompt, Sizes, batch_spec, check_room
 from zinf.core.rollouts.texts import Told
+from zinf.core.rollouts.turns import Turns, as_samples, turn_metrics
 from zinf.core.trainer import Hook
 from zinf.data import AbstractForeseen
-from zinf.inference import Scored
 
 Arrays = dict[str, np.ndarray]
 Score = Callable[[Arrays], np.ndarray]
@@ -101,6 +102,8 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         eos_token_ids: tokens that end a completion.
         padding: the token of rows after the completion.
         seed: of the order of prompts and of what is drawn.
+        environment: what replies to the turns of the model; None: a completion is one
+            turn. Replies are no part of the loss.
         texts: a file for completions and their rewards, as JSON lines; None: none.
         tokens_name: the leaf of the batch that has tokens, (rows, tokens): "input_ids",
             as models of `transformers` take them, or "tokens" of zinf's own.
@@ -123,6 +126,7 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         eos_token_ids: Sequence[int] = (),
         padding: int = 0,
         seed: int = 0,
+        environment: Environment | None = None,
         texts: Path | None = None,
         tokens_name: str = "input_ids",
     ) -> None:
@@ -132,13 +136,16 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         self.prompts, self.rewards, self.settings = prompts, rewards, settings
         self.length, self.num_microbatches = length, num_microbatches
         self.sizes = self.sizes_of(batch_size, num_microbatches)
-        self.decode, self.eos_token_ids = decode, tuple(eos_token_ids)
+        self.turns = Turns(settings, decode, tuple(eos_token_ids), length, environment)
         self.padding, self.tokens_name = padding, tokens_name
         self.draw_seed = seed
         for prompt in prompts:
             check_room(prompt, settings, length)
         places = [p.where for p in prompts]
-        rewards.check([p.columns for p in prompts], places)
+        columns = [p.columns for p in prompts]
+        rewards.check(columns, places)
+        if environment is not None:
+            environment.check(columns, places)
         for model in rewards.models.values():
             model.check([p.shown for p in prompts], places)
         self._engine: Engine | None = None
@@ -321,17 +328,24 @@ def _drawn(own: AbstractRollouts, time: int) -> _Drawn:
     settings, sizes, began = own.settings, own.sizes, perf_counter()
     seed = own.draw_seed if settings.shuffle_dataset else None
     numbers = prompt_numbers(len(own.prompts), sizes, time=time, seed=seed)
-    written = _written(own, [own.prompts[n] for n in numbers], time)
-    prompts = [own.prompts[n] for n in numbers for _ in range(sizes.group)]
+    prompts = [own.prompts[n] for n in numbers]
+    key = jax.random.fold_in(jax.random.key(own.draw_seed), SALT)
+    key, salted = jax.random.fold_in(key, time), [own.draw_seed, SALT, time]
+    written = own.turns.draw(
+        own.engine, prompts, key=key, seed=salted, num_samples=sizes.group
+    )
     generated = perf_counter()
-    ids = [one.tokens for one in written]
-    texts = [own.decode(tokens) for tokens in ids]
-    samples = _samples(prompts, texts, ids)
-    call = own.rewards.start(samples)
+    ids, samples = [one.tokens for one in written], as_samples(written)
+    failed = [n for n, one in enumerate(written) if one.why_failed is not None]
+    call = own.rewards.start(samples, failed)
 
-    is_cut = is_truncated(ids, own.eos_token_ids)
+    is_cut = is_truncated(ids, own.turns.ends)
     tokens, is_drawn = token_rows(
-        [p.tokens.tolist() for p in prompts], ids, own.length, padding=own.padding
+        [one.prompt.tokens.tolist() for one in written],
+        ids,
+        own.length,
+        padding=own.padding,
+        own=[one.is_own for one in written],
     )
     arrays: Arrays = {own.tokens_name: tokens}
     if own.tokens_name == "input_ids":
@@ -357,36 +371,17 @@ def _drawn(own: AbstractRollouts, time: int) -> _Drawn:
     metrics["entropy"] = float(entropies.sum() / max(1, is_drawn.sum()))
     metrics |= weighed.metrics
     if sizes.num_steps > 1:
-        order = np.random.default_rng([own.draw_seed, SALT, time]).permutation(
-            sizes.drawn
-        )
+        order = np.random.default_rng(salted).permutation(sizes.drawn)
         arrays = {name: x[order] for name, x in arrays.items()}
     metrics["generation_seconds"] = generated - began
     metrics["rollout_seconds"] = perf_counter() - began
-    metrics |= _length_metrics(np.array([len(t) for t in ids]), is_cut)
+    metrics |= _length_metrics(np.array([one.num_own for one in written]), is_cut)
     lines = _lines(samples, rewarded, weighed.advantages, is_cut)
+    if own.turns.environment is not None:
+        metrics |= turn_metrics(written)
+        for line, one in zip(lines, written, strict=True):
+            line |= {"num_turns": len(one.turns), "num_own_tokens": one.num_own}
     return _Drawn(arrays, metrics, lines)
-
-
-def _written(
-    own: AbstractRollouts, prompts: Sequence[Prompt], time: int
-) -> list[Scored]:
-    """Draw completions of the prompts; those of one prompt are adjacent."""
-    settings = own.settings
-    base = jax.random.fold_in(jax.random.key(own.draw_seed), SALT)
-    groups = own.engine.sample(
-        [p.tokens for p in prompts],
-        num_samples=own.sizes.group,
-        max_new_tokens=settings.max_new_tokens,
-        key=jax.random.fold_in(base, time),
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p or 0.0,
-        repetition_penalty=settings.repetition_penalty,
-        eos_token_ids=own.eos_token_ids,
-    )
-    return [one for group in groups for one in group]
 
 
 def _scores(own: AbstractRollouts) -> Score:
@@ -417,21 +412,6 @@ def _placed(values: Sequence[np.ndarray], is_drawn: np.ndarray) -> np.ndarray:
     found = np.zeros(is_drawn.shape, np.float32)
     found[is_drawn != 0] = np.concatenate(values)
     return found
-
-
-def _samples(
-    prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[list[int]]
-) -> Samples:
-    """Completions as reward functions get them, in the form of their prompts."""
-    names = dict.fromkeys(name for p in prompts for name in p.columns)
-    columns = {name: [p.columns.get(name) for p in prompts] for name in names}
-    completions = [
-        text
-        if isinstance(prompt.shown, str)
-        else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    return Samples([p.shown for p in prompts], completions, ids, columns)
 
 
 def _length_metrics(lengths: np.ndarray, is_cut: np.ndarray) -> dict[str, float]:

@@ -13,7 +13,10 @@ import jax
 
 from zinf.core.config import Config
 from zinf.core.rollouts import Prompt, Rewards
+from zinf.core.rollouts.asking import Function
 from zinf.core.rollouts.calls import Reward
+from zinf.core.rollouts.environment import Environment
+from zinf.core.rollouts.functions import code_digest, load_functions
 from zinf.core.rollouts.rollouts import AbstractRollouts
 from zinf.core.rollouts.sizes import batch_spec, check_room
 from zinf.data.configured import batch_size
@@ -23,6 +26,7 @@ from zinf.hf.judge import Judge, digest_of_rewards, judges_among, load_rewards
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.objectives.objective import Drawing, Objective, Spec, causal_model
 from zinf.hf.records import records
+from zinf.hf.reply import check_template, reply_tokens
 
 TEXTS = "completions.jsonl"
 OWN_KEYS = ("prompt", "messages")
@@ -156,8 +160,12 @@ def rollouts_of(
     functions: Sequence[Reward],
     *,
     length: int,
+    environment: Function | None = None,
 ) -> Kind:
     """The batches of a config, which an engine is to draw.
+
+    Args:
+        environment: what replies to turns of the model; None: a completion is one.
 
     Raises:
         ValueError: see `AbstractRollouts` and `Rewards`.
@@ -178,8 +186,46 @@ def rollouts_of(
         eos_token_ids=end_tokens(model),
         padding=model.padding,
         seed=config.data.seed,
+        environment=_environment(model, config, prompts, environment),
         texts=config.run.output / TEXTS,
     )
+
+
+def environment_of(
+    config: Config, given: Function | str | None = None
+) -> Function | None:
+    """The environment of a config, or what is given in its place, which may be a name.
+
+    Raises:
+        ValueError: see `load_functions`.
+    """
+    name = config.grpo.environment if given is None else given
+    if name is None or not isinstance(name, str):
+        return name
+    folders = config.folders_of_modules()
+    (found,) = load_functions([name], folders, kind="environment")
+    return found
+
+
+def _environment(
+    model: Model,
+    config: Config,
+    prompts: Sequence[Prompt],
+    function: Function | None,
+) -> Environment | None:
+    settings = config.grpo
+    most = settings.max_tool_calling_iterations
+    if function is None:
+        if most is None:
+            return None
+        raise ValueError(
+            f"grpo.max_tool_calling_iterations is {most}, and there is no environment "
+            "that replies. Name one (grpo.environment), or leave it out."
+        )
+    if any(not isinstance(p.shown, str) for p in prompts):
+        check_template(model)
+    tokens = partial(reply_tokens, model)
+    return Environment(function, tokens, settings.environment_timeout, most)
 
 
 def check_reference(config: Config) -> None:
@@ -258,7 +304,8 @@ def _dataset(kind: type[Kind], model: Model, config: Config) -> Kind:
     if config.data.treatment_of_long == "drop":
         most = length - config.completions.max_new_tokens
         prompts = tuple(p for p in prompts if len(p.tokens) <= most)
-    return rollouts_of(kind, model, config, prompts, functions, length=length)
+    given, environment = (model, config, prompts, functions), environment_of(config)
+    return rollouts_of(kind, *given, length=length, environment=environment)
 
 
 def _settings(model: Model, config: Config) -> dict[str, Any]:
@@ -282,9 +329,13 @@ def _num_samples(model: Model, config: Config) -> int:
 
 
 def _digests(config: Config) -> dict[str, str]:
-    settings = config.completions
-    digest = digest_of_rewards(settings.rewards, config.folders_of_modules())
-    return {f"{settings.KEY}.rewards.content": digest}
+    settings, folders = config.completions, config.folders_of_modules()
+    digest = digest_of_rewards(settings.rewards, folders)
+    found = {f"{settings.KEY}.rewards.content": digest}
+    environment = config.grpo.environment
+    if environment is not None:
+        found["grpo.environment.content"] = code_digest([environment], folders)
+    return found
 
 
 def _judges(config: Config) -> tuple[Judge, ...]:
