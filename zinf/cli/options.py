@@ -199,7 +199,7 @@ GRPO = {name: FINETUNE[name] for name in _OF_DRAWN} | {
     "loss_type": Option(
         "grpo.loss_type",
         str,
-        "dapo (if absent), grpo, bnpo, dr_grpo, cispo, sapo or luspo.",
+        "dapo (if absent), grpo, bnpo, dr_grpo, cispo, sapo, luspo or vespo.",
     ),
     "scale_rewards": Option(
         "grpo.scale_rewards", str, "Of advantages: group (if absent), batch or none."

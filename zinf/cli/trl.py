@@ -61,6 +61,7 @@ OF_DRAWN = {
         *("sapo_temperature_neg", "sapo_temperature_pos", "sync_ref_model"),
         *("ref_model_mixup_alpha", "ref_model_sync_steps"),
         *("environment_timeout", "max_tool_calling_iterations"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
     ),
     "--num-ppo-epochs": (
         "ppo",

@@ -195,6 +195,24 @@ def test_ppo_weighs_each_token_by_a_critic_and_a_reference():
     assert metrics["val/num_eos_tokens"] == sum(ids[-1] == END for ids in seen)
 
 
+@pytest.mark.parametrize("top", [1.0, 0.5])
+def test_corrections_are_where_the_loss_reads_them(top):
+    """vespo weighs a completion by its tokens' corrections; others multiply by them."""
+    few = {"num_generations": 4, "max_completion_length": 6}
+    few |= {"top_entropy_quantile": top, "importance_sampling_mode": "token_truncate"}
+    plain, vespo = (
+        next(iter(rollouts(Grpo(**few, loss_type=name)).of(Drawing())))
+        for name in ("dapo", "vespo")
+    )
+    own = vespo["weights"] != 0
+    ratios = vespo["importance_ratios"][own]
+    # Drawn with log-probabilities of -3 to 0, and scored with -1.
+    assert ratios.min() < 1 and ratios.max() == 3
+    kept = vespo.get("policy_weights", np.ones(own.shape))[own]
+    np.testing.assert_array_equal(plain["policy_weights"][own], ratios * kept)
+    assert ("policy_weights" in vespo) == (top < 1) and (kept.min() == 0) == (top < 1)
+
+
 def same(one, two):
     assert one.keys() == two.keys()
     for name in one:
@@ -281,6 +299,12 @@ def test_what_does_not_go_together_is_refused_by_name():
             lambda: Grpo(steps_per_generation=2, generation_batch_size=16)
         ),
         "not supported yet": lambda: Grpo(sync_ref_model=True),
+        "vespo reads the corrections of tokens": lambda: Grpo(loss_type="vespo"),
+        "no effect with vespo": lambda: Grpo(
+            loss_type="vespo",
+            importance_sampling_level="sequence",
+            importance_sampling_correction=False,
+        ),
         "reward_weights: has 2 numbers": (
             lambda: Grpo(rewards=("a.py:b",), reward_weights=(1.0, 2.0))
         ),

@@ -76,12 +76,12 @@ class Grpo(Completions):
     """Largest ratio where the advantage is negative too (two-sided clipping); null: no
     limit."""
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"] = (
-        "dapo"
-    )
+    loss_type: Literal[
+        "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"
+    ] = "dapo"
     """How tokens are weighed: grpo, a mean of means of completions; bnpo, dapo, a mean
-    over all tokens of the step; dr_grpo, over max_completion_length. cispo, sapo and
-    luspo have terms of their own."""
+    over all tokens of the step; dr_grpo, over max_completion_length. cispo, sapo,
+    luspo and vespo have terms of their own."""
 
     scale_rewards: Literal["group", "batch", "none"] | Flag = "group"
     """What advantages are divided by: the deviation of rewards in the group, in the
@@ -104,6 +104,19 @@ class Grpo(Completions):
 
     sapo_temperature_pos: Positive = 1.0
     """With sapo, of others."""
+
+    vespo_k_pos: NonNegative = 2.0
+    """With vespo, the power of the ratio of a completion with an advantage of 0 or
+    more: how much small ratios count."""
+
+    vespo_lambda_pos: NonNegative = 3.0
+    """Its decay: how much large ratios count."""
+
+    vespo_k_neg: NonNegative = 3.0
+    """The power where the advantage is negative."""
+
+    vespo_lambda_neg: NonNegative = 2.0
+    """The decay where the advantage is negative."""
 
     importance_sampling_correction: Flag = True
     """Correct for the difference between the probabilities that tokens were drawn with
@@ -135,6 +148,7 @@ class Grpo(Completions):
         if self.sync_ref_model:
             text = "is not supported yet: the reference is the model as training begins"
             yield ("sync_ref_model",), f"{text}. Set it to false."
+        yield from self._of_vespo()
         if None not in (self.steps_per_generation, self.generation_batch_size):
             text = "says how many completions are drawn at once, and so does"
             yield (
@@ -142,3 +156,18 @@ class Grpo(Completions):
                 f"{text} steps_per_generation. Remove one of them.",
             )
         yield from super().violations()
+
+    def _of_vespo(self) -> Iterator[Violation]:
+        """Ratios of completions that vespo has by itself, of its tokens' ratios."""
+        if self.loss_type != "vespo":
+            return
+        if self.importance_sampling_level != "token":
+            text = "has no effect with vespo, whose ratios are of completions"
+            yield ("importance_sampling_level",), f"{text}. Set it to token."
+        mode = self.importance_sampling_mode
+        if self.importance_sampling_correction and mode.startswith("sequence"):
+            text = "is of completions, and vespo reads the corrections of tokens"
+            yield (
+                ("importance_sampling_mode",),
+                f"{text}. Set it to token_truncate or token_mask.",
+            )

@@ -50,8 +50,15 @@ class Rollouts(AbstractRollouts[Grpo]):
             "denominators": denominators,
             "advantages": advantages[:, None] * mask,
             "old_logps": logps,
-            "policy_weights": _factors(settings, judged, mask),
+            "policy_weights": np.ones(mask.shape),
         }
+        if settings.importance_sampling_correction:
+            ratios = _corrections(settings, judged, mask)
+            made[_of_corrections(policy_loss(settings))] = ratios
+        if settings.top_entropy_quantile < 1:
+            quantile = settings.top_entropy_quantile
+            is_kept = entropy_mask(judged.entropies, mask, quantile)
+            made["policy_weights"] = made["policy_weights"] * is_kept
         if judged.reference is not None:
             made["ref_logps"] = judged.reference
         return Weighed(made, advantages)
@@ -73,6 +80,10 @@ def policy_loss(settings: Grpo) -> PolicyLoss:
         use_bias_correction_kl=settings.use_bias_correction_kl,
         sapo_temperature_pos=settings.sapo_temperature_pos,
         sapo_temperature_neg=settings.sapo_temperature_neg,
+        vespo_k_pos=settings.vespo_k_pos,
+        vespo_lambda_pos=settings.vespo_lambda_pos,
+        vespo_k_neg=settings.vespo_k_neg,
+        vespo_lambda_neg=settings.vespo_lambda_neg,
     )
 
 
@@ -106,15 +117,24 @@ def sizes_of(settings: Grpo, *, batch: int, num_microbatches: int) -> Sizes:
 def batch_names(settings: Grpo, sizes: Sizes) -> tuple[str, ...]:
     """The leaves (rows, tokens - 1) of a batch, beside tokens and labels."""
     policy = policy_loss(settings)
-    corrects = settings.importance_sampling_correction
-    drops = settings.top_entropy_quantile < 1
+    has_factors = settings.top_entropy_quantile < 1
+    corrections = (_of_corrections(policy),) * settings.importance_sampling_correction
     return (
         "weights",
         "advantages",
         *("old_logps",) * (sizes.num_steps * settings.num_iterations > 1),
         *("ref_logps",) * (policy.beta > 0),
-        *("policy_weights",) * (corrects or drops),
+        *dict.fromkeys((*corrections, *("policy_weights",) * has_factors)),
     )
+
+
+def _of_corrections(policy: PolicyLoss) -> str:
+    """The leaf of a batch that has the corrections for the sampler.
+
+    vespo's weight of a sequence is a function of them.
+    """
+    is_vespo = policy.loss_type == "vespo"
+    return "importance_ratios" if is_vespo else "policy_weights"
 
 
 def _advantages(settings: Grpo, judged: Judged) -> np.ndarray:
@@ -128,18 +148,12 @@ def _advantages(settings: Grpo, judged: Judged) -> np.ndarray:
     return rloo_advantages(rewards, group)
 
 
-def _factors(settings: Grpo, judged: Judged, mask: np.ndarray) -> np.ndarray:
-    """Factors of the policy's term of each token, (N, tokens - 1)."""
-    found = np.ones(mask.shape)
-    if settings.importance_sampling_correction:
-        found = importance_correction(
-            judged.logps,
-            judged.drawn_logps,
-            mask,
-            settings.importance_sampling_mode,
-            cap=settings.importance_sampling_cap,
-        )
-    if settings.top_entropy_quantile < 1:
-        quantile = settings.top_entropy_quantile
-        found = found * entropy_mask(judged.entropies, mask, quantile)
-    return found
+def _corrections(settings: Grpo, judged: Judged, mask: np.ndarray) -> np.ndarray:
+    """What corrects each token for another sampler, (N, tokens - 1)."""
+    return importance_correction(
+        judged.logps,
+        judged.drawn_logps,
+        mask,
+        settings.importance_sampling_mode,
+        cap=settings.importance_sampling_cap,
+    )
