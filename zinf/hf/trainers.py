@@ -7,6 +7,7 @@ the settings of their method.
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from math import ceil
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -39,7 +40,7 @@ from zinf.hf.objectives.from_rewards import (
 )
 from zinf.hf.records import records
 from zinf.hf.task import Task
-from zinf.observe.record import METRICS
+from zinf.observe.record import METRICS, TRACE, RunRecord
 
 logger = logging.getLogger(__name__)
 # Arguments of TRL's configs that are not of a method: keys of the config, and what
@@ -261,7 +262,7 @@ class AbstractRewardTrainer:
             raw["adapter"] = adapter_section(peft_config)
         put(raw, "run.steps", 1, only_absent=True)
         loaded, mesh = on_devices(raw)
-        task = Task(loaded)
+        self._mesh, task = mesh, Task(loaded)
         prompts = read_prompts(task.model, _records(train_dataset))
         if loaded.data.sequence_length is None:
             length = longest(prompts, loaded)
@@ -290,7 +291,8 @@ class AbstractRewardTrainer:
     def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:
         """Train, and return the metrics of the last step.
 
-        Metrics, completions and checkpoints are in `output_dir`.
+        Metrics, completions, checkpoints and what `zinf report` draws (`run.json`, a
+        trace of the first steps) are in `output_dir`.
 
         Args:
             resume_from_checkpoint: go on from the newest checkpoint.
@@ -298,19 +300,46 @@ class AbstractRewardTrainer:
         run = self.config.run
         folder = run.output / "checkpoints"
         with Checkpoints(folder, keep=run.keep_checkpoints) as checkpoints:
+            latest = checkpoints.latest_step() if resume_from_checkpoint else None
+            self._record(after_step=latest or 0).save(run.output)
             return Trainer(
                 self.engine,
                 self.rollouts,
                 steps=run.steps,
                 checkpoints=checkpoints,
                 checkpoint_every=run.checkpoint_every,
-                metrics=run.metrics or run.output / METRICS,
+                metrics=self._metrics,
+                trace=run.output / TRACE,
                 log_every=run.log_every,
                 learning_rate=build_schedule(self.config),
                 describe=self.task.describe,
                 hooks=[self.rollouts.hook],
                 resume=resume_from_checkpoint,
             ).run()
+
+    @property
+    def _metrics(self) -> Path:
+        return self.config.run.metrics or self.config.run.output / METRICS
+
+    def _record(self, *, after_step: int) -> RunRecord:
+        """What `zinf report` reads beside the metrics."""
+        config, task, planner = self.config, self.task, self.engine.planner
+        num_tokens, devices = batch_size(config) * task.length, self._mesh.devices
+        return RunRecord.of(
+            config,
+            self.engine.plan,
+            title=(
+                f"{task.model.name}: {task.num_parameters:,} parameters, "
+                f"{num_tokens:,} tokens a step, {config.compute_dtype}"
+            ),
+            num_tokens=num_tokens,
+            devices=f"{devices.size} of {devices.flat[0].device_kind}",
+            has_measured_rates=planner.has_measured_rates,
+            begun=datetime.now().astimezone().isoformat(" ", "minutes"),
+            after_step=after_step,
+            metrics=self._metrics,
+            trace=config.run.output / TRACE,
+        )
 
     def save_model(self, output_dir: str | Path) -> None:
         """Write the trained model, or with adapters these alone, as TRL does."""

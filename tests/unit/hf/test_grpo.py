@@ -33,6 +33,7 @@ from zinf.hf.judge import load_judge  # isort: skip
 from zinf.hf.objectives.from_rewards import prompts_of  # isort: skip
 from zinf.hf.prefill import Prefill  # isort: skip
 from zinf.hf.reply import check_template, reply_tokens  # isort: skip
+from zinf.observe.record import read_record  # isort: skip
 
 REWARDS = """
 def evens(completions, completion_ids, answer, **_):
@@ -237,6 +238,10 @@ def test_a_trainer_goes_on_bit_equal_within_a_rollout(changes, tmp_path):
     whole = train("whole", 4)
     train("parts", 3)
     assert train("parts", 4, resume_from_checkpoint=True) == whole
+    written = [read_record(tmp_path / name) for name in ("whole", "parts")]
+    assert [(x.after_step, x.num_steps) for x in written] == [(0, 4), (3, 4)]
+    assert written[0].config["grpo"]["beta"] == changes.get("beta", 0)
+    run("report", tmp_path / "whole")
     assert len(whole) == 4 and len({tuple(x) for x in whole}) == 4
 
 
