@@ -180,7 +180,7 @@ class Task:
 
         Raises:
             InfeasibleError: the budgets have no room for all of them.
-            NotImplementedError: several processes would write texts.
+            NotImplementedError: several processes are to draw, or several devices.
         """
         config, drawing = self.config, self.objective.drawing
         if drawing is None:
@@ -188,8 +188,13 @@ class Task:
         if group.count > 1:
             raise NotImplementedError(
                 f"data.objective {config.data.objective} draws texts in one process, "
-                f"and this run has {group.count}. Use one process with all devices of "
-                "the machine."
+                f"and this run has {group.count}. Use one process."
+            )
+        if mesh.size > 1:
+            raise NotImplementedError(
+                f"With data.objective {config.data.objective} the model draws "
+                f"completions, which it does on one device, and there are {mesh.size}. "
+                "Set mesh: {fsdp: 1}."
             )
         judges = drawing.judges(config) if judges is None else judges
         shape = {"rows": batch_size(config), "length": self.length}

@@ -2,7 +2,11 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -322,8 +326,36 @@ def config_on(tier, folder):
     return streamed(name, folder / "nvme", persistence_threshold=0)
 
 
-def train(settings, steps, *, config=None, shape=SHAPE, checkpoints=None, **named):
-    """The metrics of each step of a run of zinf's own GPT."""
+@dataclass
+class Beside:
+    """An engine that scores, and what draws in its place."""
+
+    engine: zinf.Engine
+    drawing: Drawing
+
+    def sample(self, prompts, **asked):
+        return self.drawing.sample(prompts, **asked)
+
+    def log_probabilities(self, batch, **asked):
+        return self.engine.log_probabilities(batch, **asked)
+
+
+def train(
+    settings,
+    steps,
+    *,
+    config=None,
+    shape=SHAPE,
+    checkpoints=None,
+    tell=None,
+    drawing=None,
+    **named,
+):
+    """The metrics of each step of a run of zinf's own GPT.
+
+    `tell` gets those of each step when it has ended. `drawing` draws in place of the
+    engine.
+    """
     policy = policy_loss(settings)
 
     def loss(model, batch):
@@ -345,7 +377,9 @@ def train(settings, steps, *, config=None, shape=SHAPE, checkpoints=None, **name
         batch=data.spec(),
     )
     with engine:
-        hooks = [data.of(engine).hook, zinf.Hook(lambda m: found.append(dict(m)))]
+        tell = tell or (lambda metrics: found.append(dict(metrics)))
+        drawn = engine if drawing is None else Beside(engine, drawing)
+        hooks = [data.of(drawn).hook, zinf.Hook(tell)]
         zinf.Trainer(
             engine,
             data,
@@ -396,6 +430,20 @@ def test_rewards_and_losses_are_equal_wherever_arrays_rest(tmp_path):
 
 
 @pytest.mark.slow
+def test_four_devices_learn_what_one_does():
+    """All but the draws, which are on one device."""
+    settings = Grpo(num_generations=8, max_completion_length=8)
+    one, four = (
+        train(settings, 3, config=config, drawing=Drawing())
+        for config in ({}, {"mesh": {"fsdp": 4}, "zero_optimization": {"stage": 3}})
+    )
+    np.testing.assert_allclose(numbers(four), numbers(one), rtol=1e-5, atol=1e-6)
+    # Draws of another distribution are far from the model, and differ by rounding too.
+    assert four[0][DIFFERENCE] > 0.1
+    np.testing.assert_allclose(four[0][DIFFERENCE], one[0][DIFFERENCE], rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 3}]
 )
@@ -406,6 +454,27 @@ def test_the_sampler_and_the_trainer_agree_on_each_token(changes):
     # Of a model at its beginning log-probabilities are near log 28.
     assert step[DIFFERENCE] < 2e-5
     assert step["clip_ratio/region_mean"] == 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
+    """Each life but the last of `killed.py` ends at another instant."""
+    command = [sys.executable, "-m", "tests.unit.rollouts.killed", str(tmp_path)]
+    root = Path(__file__).parents[3]
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    whole, lives = found["whole"], found["killed"]
+    *killed, last = lives["ended"].values()
+    assert killed == [-signal.SIGKILL] * 5 and last == 0, ran.stderr
+    # Steps that lives repeat say the same, to the bit.
+    by_step = {step: numbers for step, *numbers in whole["seen"]}
+    assert [*by_step] == [1, 2, 3, 4, 5, 6]
+    for step, *numbers in lives["seen"]:
+        assert numbers == by_step[step]
+    assert {step for step, *_ in lives["seen"]} == {*by_step}
+    texts = [tmp_path / name / "completions.jsonl" for name in found]
+    assert texts[0].read_text() == texts[1].read_text()
 
 
 @pytest.mark.slow
