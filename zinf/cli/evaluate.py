@@ -61,10 +61,12 @@ def print_run_evaluation(
     config, mesh = on_devices(path, overrides=overrides)
     # A teacher has no part in the loss on held-out data.
     config = config.model_copy(update={"distillation": None})
+    if num_batches is not None:
+        run = config.run.model_copy(update={"evaluate_batches": num_batches})
+        config = config.model_copy(update={"run": run})
     folder = find(place_of_checkpoints(config), step)
     task = task_of(config)
     data = task.dataset("validation")
-    count = config.run.evaluate_batches if num_batches is None else num_batches
     with Saved(folder) as saved:
         (loss, params, _, told), named = task.arguments()
         task.read_constants()
@@ -79,10 +81,13 @@ def print_run_evaluation(
             engine.weights = weights or config.run.weights
             engine.prepare(batch)
             losses, tokens, start = [], 0, perf_counter()
-            for held_out in islice(data, count):
+            for held_out in islice(data, config.run.evaluate_batches):
                 losses.append(engine.evaluate_weighted(held_out))
                 tokens += task.describe(held_out)["tokens"]
             seconds = perf_counter() - start
+            measured: dict[str, float] = {}
+            for measure in task.measures(engine, data if losses else None):
+                measure(measured)
     if not losses:
         raise ValueError(
             f"{path}: there is no held-out batch. Give more data, or set "
@@ -91,7 +96,11 @@ def print_run_evaluation(
     mean = sum(x.total for x in losses) / sum(x.weight for x in losses)
     has_perplexity = task.is_entropy and mean < 700
     perplexity = f"perplexity {exp(mean):.6g}, " if has_perplexity else ""
+    more = "".join(
+        f"{name.removeprefix('evaluation_').replace('_', ' ')} {value:.6g}, "
+        for name, value in measured.items()
+    )
     tell(
-        f"{saved.directory.parent}: loss {mean:.6g}, {perplexity}{tokens:,} tokens of "
-        f"{len(losses)} batches, {tokens / seconds:,.1f} tokens/s"
+        f"{saved.directory.parent}: loss {mean:.6g}, {perplexity}{more}{tokens:,} "
+        f"tokens of {len(losses)} batches, {tokens / seconds:,.1f} tokens/s"
     )

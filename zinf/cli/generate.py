@@ -15,9 +15,11 @@ import numpy as np
 
 from zinf import hf
 from zinf.cli.outputs import JsonLines, check_output, resumed
+from zinf.cli.rating import print_rating
 from zinf.core.config import Config
 from zinf.core.config.deciding import deciding
 from zinf.core.text.complaint import complain, tell
+from zinf.hf.rating import is_reward_model
 from zinf.inference import ROWS, Drafts, Sampling, bucket
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
@@ -213,7 +215,14 @@ def print_evaluation(
     too_long: Literal["error", "truncate", "drop"],
     completion_only: bool,
 ) -> None:
-    """Prints the mean loss of the lines of files, in nats a token, and the speed."""
+    """Prints the mean loss of the lines of files, in nats a token, and the speed.
+
+    Of a reward model see `print_rating`.
+    """
+    if is_reward_model(name):
+        limits = {"sequence_length": sequence_length, "too_long": too_long}
+        print_rating(name, data, config, **limits)
+        return
     model = hf.load_as_stored(name, base=base)
     if model.max_length is not None:
         sequence_length = min(sequence_length, model.max_length)

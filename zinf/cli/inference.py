@@ -230,6 +230,8 @@ def evaluate(
 ) -> None:
     """Print the loss and the perplexity of a model on held-out lines.
 
+    Of a reward model, and lines with chosen and rejected answers: the share of pairs
+    whose chosen answer has the higher score, and the mean margin.
     For a config, the batches are those of the evaluations of zinf train.
     """
     of_run = _is_config(model)

@@ -532,8 +532,8 @@ class Task:
         if batches is None or self.objective.outputs is None:
             return ()
         function = partial(self.objective.outputs, self.model)
-        if engine.adapted is not None:
-            function = engine.adapted.applied(function)
+        if self.config.adapter is not None:
+            function = self.adapted().applied(function)
         return (partial(self._measure, engine, batches, function),)
 
     def _measure(

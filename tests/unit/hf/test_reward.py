@@ -233,6 +233,12 @@ def test_the_command_trains_a_judge_that_transformers_opens(adapted, tmp_path):
             ids = opened(f"w0 {line[side]}").input_ids + [opened.eos_token_id]
             found.append(float(model(torch.tensor([ids])).logits[0, 0].detach()))
     margins = np.subtract(found[::2], found[1::2])
+    told = run("evaluate", output, "--data", held_out).stdout
+    assert "accuracy 1, margin " in told and "4 pairs" in told
+    margin = float(told.split("margin ")[1].split(",")[0])
+    np.testing.assert_allclose(margin, margins.mean(), rtol=1e-3)
+    of_run = run("evaluate", tmp_path / "judge.run/finetune.yaml").stdout
+    assert "accuracy 1, margin" in of_run and "mean reward" in of_run
     # Scores of the run are in bfloat16.
     np.testing.assert_allclose(
         margins.mean(), metrics[-1]["evaluation_margin"], rtol=0.05
