@@ -119,9 +119,14 @@ def test_on_one_device_nothing_is_gathered_or_rounded():
     assert all(x.layout.is_gathered for x in one.layouts(source).arrays.values())
 
 
-def test_a_fused_step_is_refused():
-    with pytest.raises(ValueError, match="execution.*zero_quantized_weights"):
-        planner(ROUNDED, execution="fused")
-    # Left to zinf, it is streamed.
-    made = planner(ROUNDED, execution="auto").plan_batch(WIDE.batches(1)[0])
-    assert not made.plan.is_fused
+@pytest.mark.slow
+def test_a_fused_step_gathers_once_what_a_streamed_step_gathers():
+    found = train(WIDE, Setting("fused", mesh="8", more=QUANTIZED), ADAM)
+    assert found.deviation(train(WIDE, ROUNDED, ADAM)) <= BOUND
+    made = planner(ROUNDED, execution="fused").plan_batch(WIDE.batches(1)[0])
+    # Integers of one byte and a scale of four for each block; leaves are gathered once.
+    leaves = [(16 * DIM, 32), (LAYERS * DIM * DIM, 256), (DIM * 128, 16)]
+    others = (NUM_DEVICES - 1) / NUM_DEVICES
+    expected = sum(n * (1 + 4 / block) * others for n, block in leaves)
+    sent = step_traffic(compiled_runs(made))["all-gather"].sent_bytes
+    assert sent == pytest.approx(expected, rel=1e-3)

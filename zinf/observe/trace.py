@@ -22,6 +22,7 @@ from zinf.core.plan import (
     OffloadedStep,
     Plan,
     Run,
+    SumParts,
     SumSquares,
     Timeline,
     Transfer,
@@ -146,6 +147,8 @@ def kind(operation: Operation) -> str:
             return _moved(operation)
         case Accumulate():
             return "accumulate"
+        case SumParts():
+            return "exchange"
         case SumSquares():
             return "norm"
         case Decide():

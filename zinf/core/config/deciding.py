@@ -41,7 +41,11 @@ WITHOUT = (
     "data.cache",
     "data.evaluation_paths",
 )
-WITHIN = ("zero_optimization.zero_quantized_weights", "run.seed")
+WITHIN = (
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "run.seed",
+)
 
 
 def deciding(config: Config) -> dict[str, Any]:

@@ -97,10 +97,14 @@ def _mesh(config: Settings) -> Iterator[Violation]:
 def _execution(config: Settings) -> Iterator[Violation]:
     """A fused step with a tier to stream to; a segment larger than the device."""
     execution, segment, memory = config.execution, config.segment, config.memory
-    if execution in ("fused", "offloaded") and config.quantizes_weights:
-        text = f"{execution} steps cannot gather parameters as integers, which"
+    if execution == "offloaded" and config.quantizes_weights:
+        text = "offloaded steps cannot gather parameters as integers, which"
         where = "zero_optimization.zero_quantized_weights asks for"
-        yield ("execution",), f"{text} {where}. Use auto or streamed."
+        yield ("execution",), f"{text} {where}. Use another one."
+    if execution == "offloaded" and config.quantizes_gradients:
+        text = "offloaded steps cannot exchange parts of gradients, which"
+        where = "zero_optimization.zero_quantized_gradients asks for"
+        yield ("execution",), f"{text} {where}. Use another one."
     tiers = {
         "zero_optimization.offload_param": config.param_tier,
         "zero_optimization.offload_optimizer": config.optimizer_tier,

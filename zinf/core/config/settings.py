@@ -125,6 +125,11 @@ class Settings(DeepSpeedKeys):
         return self.zero_optimization.zero_quantized_weights is True
 
     @property
+    def quantizes_gradients(self) -> bool:
+        """Whether gradients are exchanged as 4-bit integers (ZeRO++ qgZ)."""
+        return self.zero_optimization.zero_quantized_gradients is True
+
+    @property
     def param_tier(self) -> Tier | None:
         """Tier that parameters rest on; None: placed by budget."""
         return self.zero_optimization.param_tier

@@ -81,7 +81,11 @@ class ZeroOptimization(Section):
 
     zero_quantized_weights: Auto[Flag] = False
     """Gather parameters as 8-bit integers (ZeRO++ qwZ), at stage 3. A weight is rounded
-    by at most 1/254 of the largest of up to 256 beside it. The step is streamed."""
+    by at most 1/254 of the largest of up to 256 beside it."""
+
+    zero_quantized_gradients: Auto[Flag] = False
+    """Exchange gradients as 4-bit integers (ZeRO++ qgZ), at stages 2 and 3. A part of a
+    sum is rounded by at most 1/14 of the largest of up to 256 beside it."""
 
     aio: AIO | None = None
     """The same as aio. Hugging Face documents it here; DeepSpeed does not read it."""
@@ -165,6 +169,13 @@ class ZeroOptimization(Section):
                 f"sends parameters as 8-bit integers where they are gathered, and at "
                 f"stage {self.stage} every device holds all parameters. Set stage to "
                 "3, or leave it false.",
+            )
+        if self.zero_quantized_gradients is True and self.stage < 2:
+            yield (
+                ("zero_quantized_gradients",),
+                "sends parts of gradients to the devices that keep their rows, and at "
+                f"stage {self.stage} every device has all of every gradient. Set stage "
+                "to 2 or 3, or leave it false.",
             )
         if None not in given:
             yield (

@@ -20,7 +20,7 @@ from zinf.core.problem.arguments import check_arguments
 from zinf.core.problem.problem import Problem, make_problem
 from zinf.core.problem.user_loss import UserLoss
 from zinf.core.process.jax_modes import Modes
-from zinf.core.sharding import AxisRule, Blocks, axis_rule
+from zinf.core.sharding import AxisRule, Blocks, Nibbles, axis_rule
 from zinf.core.sharding.axes import rewritten
 from zinf.core.sharding.mesh import TENSOR, axis_size, first_cpu, local_devices
 from zinf.core.step.attention import AttentionRows, place_of, with_rows
@@ -196,6 +196,7 @@ def make_planner(
         gathers_in_group=config.gathers_in_group,
         encoding=Blocks() if config.quantizes_weights else None,
         cuts_experts=_cuts_experts(config, mesh),
+        gradient_encoding=Nibbles() if config.quantizes_gradients else None,
     )
     with modes.own():
         problem = make_problem(

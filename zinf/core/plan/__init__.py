@@ -39,6 +39,7 @@ from zinf.core.plan.instruction import Instruction as Instruction
 from zinf.core.plan.instruction import OffloadedStep as OffloadedStep
 from zinf.core.plan.instruction import Pass as Pass
 from zinf.core.plan.instruction import Run as Run
+from zinf.core.plan.instruction import SumParts as SumParts
 from zinf.core.plan.instruction import SumSquares as SumSquares
 from zinf.core.plan.instruction import Transfer as Transfer
 from zinf.core.plan.instruction import Update as Update

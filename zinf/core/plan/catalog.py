@@ -128,6 +128,8 @@ class Catalog:
             `ArrayId.layout_array`, for arrays where this fraction is not 1.
         exchange: `(forward, backward)` bytes that each segment sends between devices;
             empty on one device.
+        part_sums: device bytes that summing the parts of a gradient takes beside both,
+            and the bytes that it sends, by the gradient.
         norm_classes: classes of leaves by path, from 1, if norms are taken of some
             leaves alone; all others are of class 0.
     """
@@ -141,6 +143,7 @@ class Catalog:
     keeping: Mapping[int, Keeping] = field(default_factory=dict)
     device_parts: Mapping[ArrayId, Fraction] = field(default_factory=dict)
     exchange: Sequence[tuple[Exchange, Exchange]] = ()
+    part_sums: Mapping[ArrayId, tuple[int, Exchange]] = field(default_factory=dict)
     norm_classes: Mapping[str, int] = field(default_factory=dict)
 
     def exchange_of(self, k: int) -> tuple[Exchange, Exchange]:
@@ -209,11 +212,11 @@ class Catalog:
         found = self._temporary_bytes.get((array.role, array.path))
         if found is not None:
             return found
-        if array.role.layout_role == Role.GRADIENT:
+        if array.role.layout_role in (Role.GRADIENT, Role.PARTS):
             spec = self.param_spec(array)
             counted = {(array.path, rows) for rows in (array.rows, None)}
             accumulates = any(self.num_contributions[key] > 1 for key in counted)
-            wide = array.role == Role.GRADIENT and accumulates
+            wide = array.role in (Role.GRADIENT, Role.PARTS) and accumulates
             itemsize = max(FLOAT32_BYTES, spec.itemsize) if wide else spec.itemsize
             return spec.nbytes // spec.itemsize * itemsize
         return self.spec(array).nbytes

@@ -82,6 +82,17 @@ class Accumulate:
 
 
 @dataclass(frozen=True, slots=True)
+class SumParts:
+    """Sums gradients over devices: exchanges the parts that each device has of them."""
+
+    parts: tuple[ArrayId, ...]
+    targets: tuple[ArrayId, ...]
+
+    def __str__(self) -> str:
+        return f"exchange {summary(self.targets)}"
+
+
+@dataclass(frozen=True, slots=True)
 class SumSquares:
     """Writes the sum of squares of some gradients, a float32 scalar, to `target`."""
 
@@ -190,6 +201,7 @@ Operation = (
     Transfer
     | Run
     | Accumulate
+    | SumParts
     | SumSquares
     | Decide
     | Update

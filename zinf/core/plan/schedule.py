@@ -22,12 +22,14 @@ from zinf.core.plan.catalog import (
     value,
 )
 from zinf.core.plan.instruction import (
+    NO_EXCHANGE,
     Accumulate,
     Copy,
     Decide,
     Pass,
     RowSumIds,
     Run,
+    SumParts,
     SumSquares,
 )
 from zinf.core.plan.job import Job, JobList
@@ -201,10 +203,15 @@ class _Schedule:
             x.array: self.catalog.row_sum(k, i, m)
             for i, x in enumerate(segment.row_sums)
         }
-        gradients = [
-            sums[a][0] if a in sums else self.landing(gradient_of(a), is_gradient=True)
-            for a in segment.trained_params
-        ]
+        in_parts = set(segment.in_parts)
+
+        def written_for(array: ArrayId) -> ArrayId:
+            if array in sums:
+                return sums[array][0]
+            role = Role.PARTS if array in in_parts else Role.GRADIENT
+            return self.landing(array.of_role(role), is_gradient=True)
+
+        gradients = list(map(written_for, segment.trained_params))
         gradients += [numbers for _, numbers in sums.values()]
         inward = [
             self.landing(ArrayId(Role.COTANGENT, n, None, m), is_gradient=False)
@@ -274,6 +281,31 @@ class _Schedule:
             workspace=((Tier.DEVICE, ROW_SUM_COPIES * row_bytes),) if rows else (),
         )
 
+    def sum_parts(self, k: int) -> None:
+        """Exchanges the gradients that segment `k` has as parts of all microbatches."""
+        segment = self.program.segments[k]
+        if not segment.in_parts:
+            return
+        parts = tuple(a.of_role(Role.PARTS) for a in segment.in_parts)
+        self.begun.difference_update(parts)
+        targets = []
+        for array in map(gradient_of, segment.in_parts):
+            is_first = array not in self.begun
+            targets.append(array if is_first else array.of_role(array.role.part))
+            self.begun.add(array)
+        costs = [self.catalog.part_sums[gradient_of(a)] for a in segment.in_parts]
+        self.jobs.add(
+            SumParts(parts, tuple(targets)),
+            Link.DEVICE,
+            reads=tuple((a, Tier.DEVICE) for a in parts),
+            writes=tuple((a, Tier.DEVICE) for a in targets),
+            workspace=((Tier.DEVICE, max(nbytes for nbytes, _ in costs)),),
+            exchange=sum((sent for _, sent in costs), NO_EXCHANGE),
+        )
+        later = [a for a in targets if a.role.total]
+        if later:
+            self.accumulate([gradient_of(a) for a in later], later, ())
+
     def finish_gradients(self, k: int) -> None:
         """Offloads the gradients that segment `k` completes, and their norm.
 
@@ -281,6 +313,7 @@ class _Schedule:
         the head. Its gradient so far is offloaded as well, or those of all tiles, which
         are as large as the whole, would be on the device until the first segment.
         """
+        self.sum_parts(k)
         segment = self.program.segments[k]
         done, begun = [], []
         for array in segment.trained_params:

@@ -25,6 +25,8 @@ class Role(StrEnum):
     COTANGENT_PART = "cotangent part"  # One contribution, to be added to the cotangent.
     GRADIENT = "gradient"  # The gradient of a parameter array.
     GRADIENT_PART = "gradient part"  # One contribution, to be added to the gradient.
+    PARTS = "parts"  # A gradient as one partial sum a device, before their exchange.
+    PARTS_PART = "parts part"  # One contribution, to be added to the parts.
     GRADIENT_ROWS = "gradient rows"  # Rows of a `RowSum`, to be added to the gradient.
     ROW_NUMBERS = "row numbers"  # The places of those rows in the gradient.
     NORM = "norm"  # A sum of squares of gradients.
@@ -49,6 +51,7 @@ class Role(StrEnum):
 PARTS = {
     Role.COTANGENT: Role.COTANGENT_PART,
     Role.GRADIENT: Role.GRADIENT_PART,
+    Role.PARTS: Role.PARTS_PART,
 }
 TOTALS = {part: total for total, part in PARTS.items()}
 LAYOUT_ROLES = {
@@ -57,6 +60,7 @@ LAYOUT_ROLES = {
     Role.COTANGENT: Role.VALUE,
     Role.COTANGENT_PART: Role.VALUE,
     Role.GRADIENT_PART: Role.GRADIENT,
+    Role.PARTS_PART: Role.PARTS,
 }
 # Kinds of persistent arrays; those of optimizer state have a number, as "state0".
 PERSISTENT = re.compile(r"(param|master|state(?=[0-9]))((?<=state)(?:0|[1-9][0-9]*))?")

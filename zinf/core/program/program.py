@@ -91,6 +91,8 @@ class SegmentSpec:
         row_blocks: least number of blocks of rows that its passes run in. It is above 1
             if intermediate values are too large for the device.
         row_sums: the gradients that its backward pass returns as rows.
+        in_parts: the trained arrays whose gradients its backward pass returns as one
+            partial sum a device.
         caches: names of the caches that it reads and overwrites. They follow `inputs`
             among its arguments, and `outputs` among its results.
     """
@@ -107,6 +109,7 @@ class SegmentSpec:
     backward_params: tuple[ArrayId, ...] | None = None
     row_blocks: int = 1
     row_sums: tuple[RowSum, ...] = ()
+    in_parts: tuple[ArrayId, ...] = ()
     caches: tuple[str, ...] = ()
 
     @property

@@ -100,6 +100,8 @@ class Segment:
         if not self._may_keep:
             return ()
         keeping = self.keeping
+        if not keeping.leaves_same_parts:
+            return ()
         pairs = zip(keeping.halves.residuals(), keeping.residuals, strict=True)
         return tuple(replace(x, shape=s.shard_shape(x.shape)) for x, s in pairs)
 
@@ -195,7 +197,8 @@ def compile_segments(
         trained = [a.of_role(Role.GRADIENT) for a in spec.trained_params]
         gradients = tuple(map(layouts.of, trained))
         sums = tuple(array in accumulates for array in spec.trained_params)
-        key = spec.body, params, inputs, gradients, sums
+        parts = tuple(map(layouts.parts_of, spec.trained_params))
+        key = spec.body, params, inputs, gradients, sums, parts
         if key not in bodies:
             is_last = segmented.program.is_trained and spec is specs[-1]
             whole = BodyExecutables(
@@ -207,6 +210,7 @@ def compile_segments(
                 params,
                 inputs,
                 accumulates=sums,
+                parts=parts,
             )
             why_whole = ""
             if max_workspace_bytes is not None:
@@ -223,7 +227,15 @@ def compile_segments(
         read = tuple(array for array, is_read in reads if is_read)
         count = executables.num_blocks
         rows = _row_sums(executables, spec)
-        spec = replace(spec, backward_params=read, row_blocks=count, row_sums=rows)
+        pairs = zip(spec.trained_params, executables.leaves_parts, strict=False)
+        in_parts = tuple(array for array, is_parts in pairs if is_parts)
+        spec = replace(
+            spec,
+            backward_params=read,
+            row_blocks=count,
+            row_sums=rows,
+            in_parts=in_parts,
+        )
         segments.append(
             Segment(spec, executables, halved, shared.hoisted, why_whole=why_whole)
         )

@@ -12,15 +12,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zinf.core.jaxpr import Graph, flatten, trace
+from zinf.core.jaxpr import Graph, flatten, inline_all, trace
 from zinf.core.jaxpr.keys import in_words
 from zinf.core.segment.by_rows import by_rows
+from zinf.core.segment.parts import PartialSums
 from zinf.core.segment.passes import BodyPasses
 from zinf.core.segment.row_sums import Lookup, find_lookups, leave_as_rows
-from zinf.core.sharding import Layout, gather, placed_layout, whole_layout
+from zinf.core.sharding import (
+    Layout,
+    Parts,
+    cut,
+    gather,
+    placed_layout,
+    whole_layout,
+)
 from zinf.core.sharding.mesh import replicated
+from zinf.core.sharding.parts import DEVICE_DIM
 from zinf.core.topology import Collective, collectives_of, compile_for
 
 
@@ -44,6 +53,8 @@ class BodyExecutables(BodyPasses):
         accumulates: for each trained param, whether its gradient is added to others.
             Then the gradient of a lookup leaves the backward pass as rows, and the row
             numbers follow all gradients.
+        parts: for each trained param, how its gradient may leave the backward pass as
+            one partial sum a device; None if it may not.
     """
 
     is_last: bool
@@ -52,6 +63,7 @@ class BodyExecutables(BodyPasses):
     inputs: tuple[Layout, ...]
     num_blocks: int = 1
     accumulates: tuple[bool, ...] = ()
+    parts: tuple[Parts | None, ...] = ()
     abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,13 +106,17 @@ class BodyExecutables(BodyPasses):
         lowered = jitted.lower(given, *extra)
         return compile_for(self.mesh, lowered)
 
-    def _in_blocks(self, function: Callable, extra: Sequence[Any]) -> Callable:
-        """A pass that runs one block of rows at a time; parameters have no rows."""
-        num_params, num_values = len(self.params), len(self.params) + len(self.inputs)
-        params = [
+    @property
+    def _whole_params(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the params as the body takes them."""
+        return [
             jax.ShapeDtypeStruct(layout.shape, kind.dtype)
             for layout, kind in zip(self.params, self.abstract, strict=False)
         ]
+
+    def _in_blocks(self, function: Callable, extra: Sequence[Any]) -> Callable:
+        """A pass that runs one block of rows at a time; parameters have no rows."""
+        num_params, num_values = len(self.params), len(self.params) + len(self.inputs)
         values = self.abstract[num_params:num_values]
         kinds = [v.aval for v in self.body.jaxpr.invars[num_params:num_values]]
         is_key = [jnp.issubdtype(k.dtype, jax.dtypes.prng_key) for k in kinds]
@@ -111,7 +127,7 @@ class BodyExecutables(BodyPasses):
             *[{}] * len(hoisted),
             *map(_shards, jax.tree.leaves(extra)),
         ]
-        arguments = [*params, *values, *hoisted], *extra
+        arguments = [*self._whole_params, *values, *hoisted], *extra
         return by_rows(function, arguments, rows, self.num_blocks)
 
     def _wholes(self, arguments: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
@@ -236,14 +252,95 @@ class BodyExecutables(BodyPasses):
             everywhere = replicated(self.mesh)
             seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=everywhere)
             results = everywhere, *self.backward_results
-            return self.compile(self.loss, seed, results=results)
-        results = self.backward_results
+            run = self.loss
+            if any(self.leaves_parts):
+                run = self.in_parts(self.loss_and_cotangents, seed)
+            return self.compile(run, seed, results=results)
+        results, run = self.backward_results, self._backward
+        if any(self.leaves_parts):
+            pass_alone = self.in_parts(self._cotangents, self.cotangents)
+
+            def run(*arguments: Any) -> Any:
+                return pass_alone(*arguments)[1:]
+
         return self.compile(
-            self._backward,
+            run,
             self.cotangents,
             results=results,
             reads=self.backward_reads,
         )
+
+    @cached_property
+    def leaves_parts(self) -> tuple[bool, ...]:
+        """For each trained param, whether its gradient leaves the pass as parts.
+
+        None does in blocks of rows, whose sums are added up over the blocks.
+        """
+        if self.num_blocks > 1 or not any(self.parts):
+            return (False,) * sum(self.spec.trainable)
+        if self.is_last:
+            loss = self.body.jaxpr.outvars[0].aval
+            seed = jax.ShapeDtypeStruct((), loss.dtype)
+            return self.find_parts(self.loss_and_cotangents, seed)[1]
+        return self.find_parts(self._cotangents, self.cotangents)[1]
+
+    def find_parts(
+        self, function: Callable, *extra: Any
+    ) -> tuple[PartialSums, tuple[bool, ...]]:
+        """The partial sums of a pass, and for each trained param if it ends in one.
+
+        Args:
+            function: `(arguments, *extra) -> outputs, cotangents as in vjp`.
+        """
+        count = len(self.params)
+        arguments = [*self._whole_params, *self.abstract[count:]], *extra
+        closed, (outputs, _) = trace(function, *arguments)
+        graph = inline_all(closed)
+        leaves = jax.tree.leaves(arguments)
+        found = {v: self._row_dim(x) for v, x in zip(graph.invars, leaves, strict=True)}
+        seeds = {v: dim for v, dim in found.items() if dim is not None}
+        first = len(outputs)
+        wanted = [first + i for i, parts in enumerate(self.parts) if parts is not None]
+        sums = PartialSums(graph, seeds, wanted, self.mesh.size)
+        flags = (first + i in sums.numbers for i in range(sum(self.spec.trainable)))
+        return sums, tuple(flags)
+
+    def _row_dim(self, value: jax.ShapeDtypeStruct) -> int | None:
+        """The dim that all devices divide; None if there is none."""
+        if value.sharding is None:
+            return None
+        sizes = zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)
+        dims = [d for d, (n, own) in enumerate(sizes) if n == own * self.mesh.size]
+        return dims[0] if dims else None
+
+    def in_parts(self, function: Callable, *extra: Any) -> Callable:
+        """`(arguments, *extra) -> outputs, gradients, input cotangents` of a pass.
+
+        Gradients of which `leaves_parts` says so are in the layout of their parts.
+        """
+        sums, flags = self.find_parts(function, *extra)
+        assert flags == self.leaves_parts, self.spec.name
+        first, end = len(sums.graph.outvars), len(flags)
+        first -= end + len(self.spec.active_inputs)
+        by_device = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+
+        def run(*arguments: Any) -> Any:
+            results = sums.run(jax.tree.leaves(arguments), by_device)
+            outputs, cotangents = results[:first], results[first:]
+            gradients = [
+                jnp.moveaxis(g, 0, DEVICE_DIM) if is_parts else cut(g, layout)
+                for g, is_parts, layout in zip(
+                    cotangents[:end], flags, self.gradients, strict=True
+                )
+            ]
+            return outputs, gradients, cotangents[end:]
+
+        return run
+
+    def _cotangents(
+        self, arguments: Sequence[Any], cotangents: Sequence[Any]
+    ) -> tuple[tuple[()], list[Any]]:
+        return (), self.vjp(arguments, cotangents)
 
     @cached_property
     def traffic(self) -> dict[str, tuple[Collective, ...]]:
@@ -261,6 +358,9 @@ class BodyExecutables(BodyPasses):
         pairs = zip(self.spec.inputs, self.inputs, strict=True)
         active = [x.device for name, x in pairs if name in self.spec.active_inputs]
         gradients = [layout.device for layout in self.gradients]
+        for i, is_parts in enumerate(self.leaves_parts):
+            if is_parts and (parts := self.parts[i]) is not None:
+                gradients[i] = parts.layout.device
         return gradients + [replicated(self.mesh)] * len(self.lookups), active
 
     @property

@@ -66,23 +66,45 @@ class HalvedExecutables:
     @cached_property
     def backward(self) -> Any:
         """`(arguments, residuals, cotangents) -> gradients, input cotangents`."""
-        whole = self.whole
+        whole, given = self.whole, (self._kept, self.whole.cotangents)
 
         def run(arguments: Any, residuals: Any, cotangents: Any) -> Any:
             results = self.halves.run_backward(arguments, residuals, cotangents)
             return whole.sort(results)
 
-        pairs = zip(self.halves.kept, self.residuals, strict=True)
-        residuals: tuple[jax.ShapeDtypeStruct, ...] = tuple(
-            placed(in_words(v.aval), sharding) for v, sharding in pairs
-        )
+        if any(whole.leaves_parts):
+            in_parts = whole.in_parts(self._cotangents, *given)
+
+            def run(*arguments: Any) -> Any:
+                return in_parts(*arguments)[1:]
+
         return whole.compile(
             run,
-            residuals,
-            whole.cotangents,
+            *given,
             results=whole.backward_results,
             reads=whole.backward_reads,
         )
+
+    @property
+    def _kept(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of the residuals."""
+        pairs = zip(self.halves.kept, self.residuals, strict=True)
+        return tuple(placed(in_words(v.aval), sharding) for v, sharding in pairs)
+
+    def _cotangents(
+        self, arguments: Any, residuals: Any, cotangents: Any
+    ) -> tuple[tuple[()], list[Any]]:
+        run = self.halves.run_backward
+        return (), list(run(arguments, residuals, cotangents))
+
+    @cached_property
+    def leaves_same_parts(self) -> bool:
+        """Whether the same gradients leave this backward pass as parts."""
+        whole = self.whole
+        if not any(whole.leaves_parts):
+            return True
+        given = self._kept, whole.cotangents
+        return whole.find_parts(self._cotangents, *given)[1] == whole.leaves_parts
 
     @cached_property
     def workspace(self) -> Workspace:

@@ -78,6 +78,13 @@ class BodyPasses:
 
     def loss(self, arguments: Sequence[Any], seed: Any) -> Any:
         """`(outputs, gradients, input cotangents)` of the last segment."""
+        outputs, cotangents = self.loss_and_cotangents(arguments, seed)
+        return outputs, *self.sort(cotangents)
+
+    def loss_and_cotangents(
+        self, arguments: Sequence[Any], seed: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs of the last segment, and the cotangents as in `vjp`."""
         chosen, merge = self._split(arguments)
 
         def loss_and_outputs(values: Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -85,7 +92,7 @@ class BodyPasses:
             return outputs[0], outputs
 
         loss, vjp, outputs = jax.vjp(loss_and_outputs, chosen, has_aux=True)
-        return outputs, *self.sort(vjp(jnp.asarray(seed, loss.dtype))[0])
+        return outputs, vjp(jnp.asarray(seed, loss.dtype))[0]
 
     def sort(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Cotangents as `(gradients in their device form, input cotangents)`."""

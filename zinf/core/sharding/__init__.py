@@ -1,6 +1,6 @@
 """Shards arrays over a mesh of devices, and over processes for host and nvme."""
 
-from zinf.core.sharding.encoding import Blocks
+from zinf.core.sharding.encoding import Blocks, Nibbles
 from zinf.core.sharding.layout import Box, Layout, intersection, relative
 from zinf.core.sharding.layouts import (
     ArrayEntry,
@@ -13,6 +13,7 @@ from zinf.core.sharding.layouts import (
     whole_layout,
 )
 from zinf.core.sharding.mesh import Dim
+from zinf.core.sharding.parts import Parts
 from zinf.core.sharding.rule import (
     AxisRule,
     axis_rule,
@@ -29,6 +30,8 @@ __all__ = [
     "Dim",
     "Layout",
     "Layouts",
+    "Nibbles",
+    "Parts",
     "as_cut",
     "axis_rule",
     "batch_dims",

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int8
+from jaxtyping import Array, BFloat16, Float, Float32, Int8
 
 from zinf_kernels.quantize import Quantized, dequantize, quantize
 
 # With fewer numbers for a scale of four bytes, bytes would hardly be saved.
 MIN_ROW = 16
+# The largest magnitude of 4-bit integers; symmetric.
+LARGEST = 7
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,8 @@ class Blocks:
         self, part: Float[Array, "..."]
     ) -> tuple[Int8[Array, "blocks width"], Float32[Array, " blocks"]]:
         """A device's part as it is sent: integers and scales. Traceable."""
-        rows = part.reshape(-1, _row_size(part.shape))
-        num_blocks, width = self._blocks(rows.shape[1])
-        filled = jnp.pad(rows, [(0, 0), (0, num_blocks * width - rows.shape[1])])
-        sent = quantize(filled, block_size=width)
+        blocks = self._filled(part)
+        sent = quantize(blocks, block_size=blocks.shape[1])
         return sent.values, sent.scales
 
     def decode(
@@ -52,11 +53,23 @@ class Blocks:
             shape: of the part of one device.
         """
         values, scales = sent
-        row_size = _row_size(shape)
-        num_blocks, width = self._blocks(row_size)
+        _, width = self._blocks(_row_size(shape))
         values, scales = values.reshape(-1, width), scales.reshape(-1)
         flat = dequantize(Quantized(values, scales, (values.size,), dtype, 8))
-        rows = flat.reshape(-1, num_blocks * width)[:, :row_size]
+        return self._unfilled(flat, shape)
+
+    def _filled(self, part: Any) -> Float[Array, "blocks width"]:
+        """The blocks of a part, of which the last of each row is filled with zeros."""
+        rows = part.reshape(-1, _row_size(part.shape))
+        num_blocks, width = self._blocks(rows.shape[1])
+        filled = jnp.pad(rows, [(0, 0), (0, num_blocks * width - rows.shape[1])])
+        return filled.reshape(-1, width)
+
+    def _unfilled(self, blocks: Any, shape: tuple[int, ...]) -> Any:
+        """Parts of this shape, (parts, ...), from their blocks."""
+        row_size = _row_size(shape)
+        num_blocks, width = self._blocks(row_size)
+        rows = blocks.reshape(-1, num_blocks * width)[:, :row_size]
         return rows.reshape(-1, *shape)
 
     def _blocks(self, row_size: int) -> tuple[int, int]:
@@ -64,6 +77,49 @@ class Blocks:
         num_blocks = -(-row_size // self.block_size)
         width = -(-row_size // num_blocks)
         return num_blocks, width + width % 2
+
+
+@dataclass(frozen=True)
+class Nibbles(Blocks):
+    """4-bit integers in blocks, each with a bfloat16 scale (ZeRO++'s qgZ).
+
+    For each block, scale = max |x| * (1 / 7) in bfloat16, and value = x * (1 / scale),
+    rounded to the nearest, ties to even. A number is rounded by at most half a scale:
+    1/14 of its block's largest magnitude, up to the rounding of the scale (a factor of
+    1 + 2^-8). value * scale has 11 significant bits, so it is exact in float32: sums of
+    decoded parts have the same bits on every machine, whether or not its compiler
+    contracts products and sums.
+
+    A block whose scale would be below the least normal bfloat16 becomes zeros; one with
+    a NaN or an infinity becomes NaNs.
+    """
+
+    def encode(
+        self, part: Float[Array, "..."]
+    ) -> tuple[Int8[Array, "blocks half"], BFloat16[Array, " blocks"]]:
+        """A part as it is sent: byte i of a block holds number i in its lower half, and
+        number width / 2 + i in its upper half. Traceable."""
+        blocks = self._filled(part).astype(jnp.float32)
+        # XLA may divide by a constant, or by a number for many, by way of a reciprocal.
+        # It may drop a cast to bfloat16 and back, and never a reduction of precision.
+        scales = jnp.abs(blocks).max(1) * jnp.float32(1 / LARGEST)
+        scales = jax.lax.reduce_precision(scales, 8, 7)
+        is_zero = (scales < jnp.finfo(jnp.bfloat16).tiny)[:, None]
+        inverse = 1 / jnp.where(is_zero, 1, scales[:, None])
+        values = jnp.round(blocks * inverse)
+        values = jnp.where(is_zero, 0, values).astype(jnp.int8)
+        low, high = jnp.split(values, 2, axis=1)
+        return (low & 15) | (high << 4), scales.astype(jnp.bfloat16)
+
+    def decode(
+        self, sent: Any, shape: tuple[int, ...], dtype: Any
+    ) -> Float[Array, "parts ..."]:
+        values, scales = sent
+        _, width = self._blocks(_row_size(shape))
+        values, scales = values.reshape(-1, width // 2), scales.reshape(-1, 1)
+        pairs = (values << 4) >> 4, values >> 4
+        numbers = jnp.concatenate(pairs, axis=1).astype(jnp.float32)
+        return self._unfilled(numbers * scales.astype(jnp.float32), shape).astype(dtype)
 
 
 def _row_size(shape: tuple[int, ...]) -> int:

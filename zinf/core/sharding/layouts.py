@@ -1,7 +1,7 @@
 """The table of a step's arrays: what each is in the program, and how it is cut."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zinf.core.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role, Rows
 from zinf.core.sharding.layout import Layout
 from zinf.core.sharding.mesh import Dim, make_mesh, replicated
+from zinf.core.sharding.parts import Parts
 from zinf.core.sharding.rule import STATE_STAGE, AxisRule, axis_rule
 
 ENCODED_DTYPES = ("float32", "bfloat16", "float16")
@@ -46,6 +47,7 @@ class Layouts:
     Attributes:
         arrays: every persistent array as a whole, in the order of the parameters.
         gradients: layouts of the gradients of parameters, by path.
+        parts: of those, the gradients that may be parts until they are exchanged.
         values: layouts of the values that cross cuts, by name.
     """
 
@@ -53,6 +55,7 @@ class Layouts:
     arrays: Mapping[ArrayId, ArrayEntry]
     gradients: Mapping[str, Layout]
     values: Mapping[str, Layout]
+    parts: Mapping[str, Parts] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -67,7 +70,14 @@ class Layouts:
                 return whole_layout((), self.mesh)
             case Role.GRADIENT:
                 return self.gradients[array.path].piece(array.rows)
+            case Role.PARTS:
+                return self.parts[array.path].piece(array.rows).layout
         return self.arrays[array.whole].layout.piece(array.rows)
+
+    def parts_of(self, array: ArrayId) -> Parts | None:
+        """How the gradient of a parameter, or of rows of it, may be parts."""
+        found = self.parts.get(array.path)
+        return None if found is None else found.piece(array.rows)
 
     @property
     def specs(self) -> dict[ArrayId, ArraySpec]:
@@ -133,6 +143,10 @@ class Layouts:
             **{ArrayId(Role.GRADIENT, p): x for p, x in self.gradients.items()},
         }
         parts = {array: _part(layout) for array, layout in layouts.items()}
+        for path, one in self.parts.items():
+            # Each device has a sum of the whole gradient, and a share counts as one.
+            share = prod(self.gradients[path].share_shape)
+            parts[ArrayId(Role.PARTS, path)] = Fraction(prod(one.total.shape), share)
         return {array: part for array, part in parts.items() if part != 1}
 
 
@@ -240,7 +254,7 @@ def persistent_layouts(
             stage, the dims that are cut (`axes.experts`).
         indivisible: leaves that are updated as wholes and therefore never padded.
     """
-    arrays, gradients = {}, {}
+    arrays, gradients, parts = {}, {}, {}
     for array, spec in specs.items():
         # State may have fewer dims than its parameter (adafactor).
         param = specs.get(ArrayId(Role.PARAM, array.path), spec)
@@ -256,8 +270,22 @@ def persistent_layouts(
             layout = _encoded(layout, rule)
         arrays[array] = ArrayEntry(spec, layout)
         if array.role == Role.PARAM:
-            gradients[array.path] = _layout(Role.GRADIENT, spec.shape, rule, *flags)
-    return Layouts(rule, arrays, gradients, {})
+            total = _layout(Role.GRADIENT, spec.shape, rule, *flags)
+            gradients[array.path] = total
+            one = _parts(total, rule) if spec.dtype in ENCODED_DTYPES else None
+            if one is not None:
+                parts[array.path] = one
+    return Layouts(rule, arrays, gradients, {}, parts)
+
+
+def _parts(total: Layout, rule: AxisRule) -> Parts | None:
+    """How devices exchange parts of a gradient; None if encoding saves no bytes."""
+    encoding = rule.gradient_encoding
+    if encoding is None or total.is_gathered or len(total.shape) < 2:
+        return None
+    if not encoding.is_worth_it(total.device_shape):
+        return None
+    return Parts(total, encoding, rule.node_size)
 
 
 def _encoded(layout: Layout, rule: AxisRule) -> Layout:

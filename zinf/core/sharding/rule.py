@@ -21,9 +21,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zinf.core.program import Role
-from zinf.core.sharding.encoding import Blocks
+from zinf.core.sharding.encoding import Blocks, Nibbles
 from zinf.core.sharding.mesh import (
     DIM_AXES,
+    FSDP,
     INNER_AXES,
     REPLICA,
     SEQ,
@@ -52,6 +53,9 @@ class AxisRule:
             cut along `replica`, so the groups are copies of each other (MiCS).
         cuts_experts: whether devices along `tensor` divide the weights of each expert.
         encoding: what floating-point parameters are sent as when they are gathered.
+        gradient_encoding: what parts of gradients are sent as; None leaves sums over
+            devices to the compiler.
+        node_size: devices that exchange parts of gradients first.
         divided: dims of the arrays that their own axes cut in every form of the array,
             such as `Dim.EXPERTS`. ZeRO cuts the arrays along the other axes alone,
             since devices along `expert` have other experts (DeepSpeed-MoE's expert-data
@@ -64,6 +68,8 @@ class AxisRule:
     gathers_in_group: bool = False
     encoding: Blocks | None = None
     cuts_experts: bool = False
+    gradient_encoding: Nibbles | None = None
+    node_size: int = 1
     divided: frozenset[Dim] = frozenset()
 
     def dividing(self, dims: Iterable[Dim]) -> "AxisRule":
@@ -165,13 +171,15 @@ def axis_rule(
     gathers_in_group: bool = False,
     encoding: Blocks | None = None,
     cuts_experts: bool = False,
+    gradient_encoding: Nibbles | None = None,
 ) -> AxisRule:
     """The rule of a ZeRO stage on a mesh.
 
     Raises:
         ValueError: a group of hpZ, or the devices that divide a sequence or weights,
             are of several processes.
-        NotImplementedError: both a sequence and weights are divided.
+        NotImplementedError: both a sequence and weights are divided; parts of gradients
+            would be exchanged between devices that divide more than examples.
     """
     if gathers_in_group and stage >= PARAM_STAGE:
         # The devices of a process must have all of its share of a parameter.
@@ -190,8 +198,46 @@ def axis_rule(
             instead = "use mesh.fsdp for the rest"
             _check_within_processes(mesh, others, f"{what} is on", instead)
     if not axes_of(mesh, Dim.ROWS):
-        encoding = None
-    return AxisRule(mesh, stage, min_bytes, gathers_in_group, encoding, cuts_experts)
+        encoding = gradient_encoding = None
+    node_size = 1
+    if gradient_encoding is not None:
+        _check_exchange(mesh, gathers_in_group)
+        node_size = mesh.shape[FSDP] if gathers_in_group else _process_size(mesh)
+    return AxisRule(
+        mesh,
+        stage,
+        min_bytes,
+        gathers_in_group,
+        encoding,
+        cuts_experts,
+        gradient_encoding,
+        node_size,
+    )
+
+
+def _check_exchange(mesh: Mesh, gathers_in_group: bool) -> None:
+    """Raise unless every device has other examples, and keeps other state."""
+    others = [axis.name for axis in INNER_AXES]
+    if not gathers_in_group:
+        others.append(REPLICA)
+    found = [name for name in others if mesh.shape.get(name, 1) > 1]
+    if found:
+        sizes = " and ".join(f"mesh.{name} = {mesh.shape[name]}" for name in found)
+        raise NotImplementedError(
+            "zero_quantized_gradients exchanges gradients among all devices, each of "
+            "which has other examples and keeps other rows. It does not work yet with "
+            f"{sizes}. Set mesh.fsdp alone, or zero_hpz_partition_size, or leave it "
+            "false."
+        )
+
+
+def _process_size(mesh: Mesh) -> int:
+    """Devices of each process; all, if processes have no neighbours of equal number."""
+    owners = np.asarray([d.process_index for d in mesh.devices.flat])
+    size = len(owners) // len(set(owners))
+    if len(owners) % size or np.ptp(owners.reshape(-1, size), axis=1).any():
+        return len(owners)
+    return size
 
 
 def axes_of(mesh: Mesh, dim: Dim) -> tuple[str, ...]:

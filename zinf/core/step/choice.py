@@ -38,10 +38,7 @@ def choose(
     if mode == "offloaded" or is_in_stacks:
         return offload(setup, request), ""
     is_open = mode == "auto" and request.homes is None and setup.computes_elsewhere
-    # The fused step gathers inside the differentiated function, where an encoded gather
-    # would have no derivative, and would be saved for the backward pass.
     may_fuse = mode != "streamed" and fits_fused(setup, request)
-    may_fuse = may_fuse and setup.rule.encoding is None
     if mode == "fused" and not may_fuse:
         raise ValueError(
             "execution is 'fused', which keeps everything on the device, but "
@@ -53,7 +50,7 @@ def choose(
     if may_fuse:
         try:
             return fuse(setup, request), FUSED if is_open else ""
-        except CANNOT as error:
+        except (NotImplementedError, *CANNOT) as error:
             if mode == "fused" or request.homes is not None:
                 raise
             # A state that does not fit the device needs no explanation in the plan.
@@ -155,8 +152,10 @@ def why_not_offloaded(
     for key, tier in tiers.items():
         if tier not in (None, Tier.HOST):
             return f"it keeps everything on the host, and {key} asks for {tier}"
-    if config.zero_optimization.zero_quantized_weights:
+    if config.quantizes_weights:
         return "it cannot gather parameters as integers (zero_quantized_weights)"
+    if config.quantizes_gradients:
+        return "it cannot exchange parts of gradients (zero_quantized_gradients)"
     if config.pinned == "off":
         return "all its memory is pinned, and memory.pinned is off"
     return None

@@ -8,6 +8,7 @@ from typing import Any
 from zinf.core.problem.source import check_dependence
 from zinf.core.step.batch import batch_spec, check_rows
 from zinf.core.step.choice import choose
+from zinf.core.step.exchange import exchange_in_words
 from zinf.core.step.prepared import AbstractPrepared, Measure
 from zinf.core.step.setup import AtRest, Setup, StepRequest
 
@@ -48,14 +49,21 @@ class Planner(Setup):
                 made = made.retimed(self, self.measure, batch)
             if why:
                 logger.info("execution: %s", why)
-            attends = self.attention.sentence()
-            if why or attends:
-                made = made.with_reason(f"{why} {attends}".strip())
+            said = why, self.attention.sentence(), self._exchange(made)
+            if any(said):
+                made = made.with_reason(" ".join(filter(None, said)))
         self.agree_on(made.plan, "plan")
         warning = made.warning(self.config)
         if warning is not None and at_rest is None and self.group.is_first:
             logger.warning(warning)
         return made
+
+    def _exchange(self, made: AbstractPrepared) -> str:
+        """How gradients go between devices, as a sentence; empty if all as they are."""
+        if self.rule.gradient_encoding is None:
+            return ""
+        trained = [leaf.path for leaf in self.separated.leaves]
+        return exchange_in_words(trained, made.layouts, made.in_parts)
 
     def _request(self, batch: Any, at_rest: AtRest | None) -> StepRequest:
         # Trace before fusing too: this refuses functions that are not a loss.

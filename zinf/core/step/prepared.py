@@ -88,6 +88,11 @@ class AbstractPrepared(ABC):
         return self
 
     @property
+    def in_parts(self) -> frozenset[str]:
+        """The leaves whose gradients are parts until devices exchange them."""
+        return frozenset(self.layouts.parts)
+
+    @property
     def tiled(self) -> str:
         """Lists what runs in parts because the device cannot hold it whole."""
         return ""

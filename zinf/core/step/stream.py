@@ -21,6 +21,7 @@ from zinf.core.step.earlier_plan import EarlierPlan, Step, earlier_plan
 from zinf.core.step.exchange import segment_exchanges
 from zinf.core.step.joint import grouped
 from zinf.core.step.keeping import keeping_as_chosen, what_may_be_kept
+from zinf.core.step.part_sums import compile_part_sums
 from zinf.core.step.run.streamed import Streamed
 from zinf.core.step.setup import Setup, StepRequest
 from zinf.core.step.shrink import Compiled, Limits, accumulates, cut, shrunk
@@ -69,13 +70,9 @@ def stream_segments(
     segments, layouts = compiled.segments, compiled.layouts
     program = replace(segmented.program, segments=tuple(s.spec for s in segments))
     spaces = [s.workspace() for s in segments]
-    updates = compile_program_updates(
-        program,
-        setup.problem,
-        setup.separated,
-        accumulates=accumulates(setup, program),
-        layouts=layouts,
-    )
+    rest = {"accumulates": accumulates(setup, program), "layouts": layouts}
+    updates = compile_program_updates(program, setup.problem, setup.separated, **rest)
+    part_sums = compile_part_sums(program, setup.problem, **rest)
     options = StepOptions(
         num_microbatches=setup.config.num_microbatches,
         updates_in_backward=not setup.waits,
@@ -91,6 +88,7 @@ def stream_segments(
         num_contributions=count_contributions(program, options.num_microbatches),
         rates=setup.rates(),
         exchange=segment_exchanges(segments),
+        part_sums=part_sums.costs,
         norm_classes=setup.separated.norm_groups.classes,
     )
     choices = by_time = _choices(setup)
@@ -98,14 +96,14 @@ def stream_segments(
         levels = (False, True)
         keepings = tuple(partial(what_may_be_kept, segments, x) for x in levels)
         choices = replace(choices, keepings=keepings)
-    rest = updates.units, setup.capacity(), options, choices
+    search_rest = updates.units, setup.capacity(), options, choices
     placed: list[Resident] = []
     if homes is not None:
-        search = partial(build_at_home, catalog, *rest)
+        search = partial(build_at_home, catalog, *search_rest)
     else:
         placed = residents(catalog, setup.config)
-        search = partial(setup.build_placed, catalog, placed, *rest)
-    step, earlier = Step(catalog, placed, *rest), EarlierPlan()
+        search = partial(setup.build_placed, catalog, placed, *search_rest)
+    step, earlier = Step(catalog, placed, *search_rest), EarlierPlan()
     # Several processes would have to agree on whether one of them searches, and what a
     # program takes on another machine is that machine's compiler's to say.
     if setup.group.count == 1 and setup.topology is None:
@@ -120,6 +118,7 @@ def stream_segments(
         segmented=replace(segmented, program=program),
         segments=keeping_as_chosen(segments, arranged.catalog.keeping),
         updates=updates,
+        part_sums=part_sums,
         joint=joint,
         compute_dtype=jnp.dtype(setup.config.compute_dtype),
         limits=limits,

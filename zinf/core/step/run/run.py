@@ -28,6 +28,7 @@ from zinf.core.plan import (
     Pass,
     Plan,
     Run,
+    SumParts,
     SumSquares,
     Timeline,
     Transfer,
@@ -61,6 +62,7 @@ class Work:
 
     Attributes:
         joint: what runs the groups of updates that run together.
+        sum_parts: `(array that is written, parts) -> sum over devices`.
         update: `(array update, tier, gradient, operands, decided) -> results` computes
             the new values of an array update's results.
         is_in_place: `(array update, tier)`: whether to call `update_in_place` instead
@@ -79,6 +81,7 @@ class Work:
     segments: Sequence[Segment]
     units: Sequence[UpdateUnit] = ()
     joint: Joint = field(default_factory=dict)
+    sum_parts: Callable[[ArrayId, Any], Any] = _none
     update: UpdateFunction = _none
     is_in_place: Callable[[ArrayUpdate, Tier], bool] = _none
     update_in_place: Callable[..., None] = _none
@@ -193,6 +196,8 @@ class _StepRun:
                     self.run(operation, instruction)
                 case Accumulate():
                     self.accumulate(operation, instruction.creates)
+                case SumParts():
+                    self.sum_parts(operation)
                 case SumSquares():
                     self.sum_squares(operation)
                 case Decide():
@@ -292,9 +297,15 @@ class _StepRun:
                 rows = part, self.read(numbers[source], Tier.DEVICE)
                 total = accumulated_rows(total, *rows, layout)
             else:
-                is_wide = target.role == Role.GRADIENT
+                is_wide = target.role in (Role.GRADIENT, Role.PARTS)
                 total = accumulated(total, part, is_wide=is_wide)
             self.write_computed([copy], [total])
+
+    def sum_parts(self, operation: SumParts) -> None:
+        for source, target in zip(operation.parts, operation.targets, strict=True):
+            parts = self.read(source, Tier.DEVICE)
+            total = self.work.sum_parts(target, parts)
+            self.write_computed([(target, Tier.DEVICE)], [total])
 
     def sum_squares(self, operation: SumSquares) -> None:
         gradients = [self.read(a, Tier.DEVICE) for a in operation.gradients]

@@ -22,6 +22,7 @@ from zinf.core.plan import (
     Instruction,
     Pass,
     Run,
+    SumParts,
     Update,
     prove,
     retimed,
@@ -36,6 +37,7 @@ from zinf.core.step.arrays import kept_off_nvme
 from zinf.core.step.earlier_plan import EarlierPlan, Step
 from zinf.core.step.forward import forward_of
 from zinf.core.step.joint import Joint, grouped, jointly_and_singly
+from zinf.core.step.part_sums import PartSums
 from zinf.core.step.prepared import AbstractPrepared, Measure
 from zinf.core.step.run.evaluation import evaluation_by_segment
 from zinf.core.step.run.forward import ForwardRunner
@@ -66,11 +68,19 @@ class Streamed(AbstractPrepared):
     segmented: Segmented
     segments: tuple[Segment, ...]
     updates: Updates
+    part_sums: PartSums
     joint: Joint
     compute_dtype: Any
     limits: Limits
     choices: Choices
     earlier: EarlierPlan
+
+    @property
+    def in_parts(self) -> frozenset[str]:
+        segments = self.segmented.program.segments
+        exchanged = {a for s in segments for a in s.in_parts}
+        others = {a for s in segments for a in s.trained_params if a not in s.in_parts}
+        return frozenset(a.path for a in exchanged) - {a.path for a in others}
 
     @property
     def tiled(self) -> str:
@@ -119,6 +129,10 @@ class Streamed(AbstractPrepared):
                 nbytes = sum(catalog.nbytes(array, tier) for array, tier in copies)
                 code = passes.forward if is_forward else passes.backward
                 yield instruction, code, nbytes
+            elif isinstance(operation, SumParts):
+                for copies in zip(operation.parts, operation.targets, strict=True):
+                    nbytes = sum(catalog.nbytes(a, Tier.DEVICE) for a in copies)
+                    yield instruction, self.part_sums.steps[copies[1]], nbytes
             elif isinstance(operation, Update) and operation.tier == Tier.DEVICE:
                 units = self.arranged.units
                 together, single = jointly_and_singly(operation, units, self.joint)
@@ -297,6 +311,7 @@ class StreamedRunner(AbstractRunner):
             segments=self.passes.segments,
             units=self.arranged.units,
             joint=self.streamed.joint,
+            sum_parts=self.streamed.part_sums,
             update=updates.apply,
             is_in_place=updates.is_in_place,
             update_in_place=updates.apply_in_place,

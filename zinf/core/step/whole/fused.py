@@ -6,7 +6,6 @@ devices: sharded parameters are gathered for each pass that reads them, and grad
 are sharded like the optimizer state before the update.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,12 @@ from zinf.core.optim.separate import LeafUpdate, Separated
 from zinf.core.optim.squares import root
 from zinf.core.optim.update import update_function
 from zinf.core.problem.problem import Problem
-from zinf.core.problem.weighted import WEIGHT
 from zinf.core.program import ArrayId, Role
-from zinf.core.sharding import Layouts, as_cut, cut, gather
-from zinf.core.sharding.mesh import SEQ, replicated
-from zinf.core.step.sums import sum_dtype, sum_squares
+from zinf.core.sharding import Layouts, as_cut, gather
+from zinf.core.sharding.mesh import replicated
+from zinf.core.step.sums import sum_squares
 from zinf.core.step.whole.frame import Frame
+from zinf.core.step.whole.gradients import accumulated_gradients
 from zinf.core.topology import memory
 
 Arrays = Mapping[ArrayId, Any]
@@ -58,11 +57,9 @@ def compile_fused(frame: Frame) -> FusedProgram:
         weight: Any,
     ) -> tuple[list[Any], Mapping[str, Any]]:
         arrays = dict(zip(ids, values, strict=True))
-        params = OrderedDict(
-            (p, arrays[ArrayId(Role.PARAM, p)]) for p in problem.params
-        )
+        params = {p: arrays[ArrayId(Role.PARAM, p)] for p in problem.params}
         seed = loss_scale / weight
-        grads, losses, extra = _accumulate(frame, params, batch, keys, seed)
+        grads, losses, extra = accumulated_gradients(frame, params, batch, keys, seed)
         for path, part in own_parts.items():
             if part is not None:
                 grads[path] = as_cut(grads[path], part.device)
@@ -105,70 +102,6 @@ def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
 
     everywhere = replicated(layouts.mesh)
     return jax.jit(evaluate, out_shardings=everywhere)
-
-
-def _accumulate(
-    frame: Frame, params: "OrderedDict[str, Any]", batch: Any, keys: Any, seed: Any
-) -> tuple[dict[str, Any], Any, Any]:
-    """`(gradients, losses, extra)` of all microbatches.
-
-    Gradients are summed in the order of the microbatches; losses and the other outputs
-    are stacked.
-
-    Args:
-        seed: the cotangent of each loss.
-    """
-    problem, layouts = frame.problem, frame.layouts
-    trained = [leaf.path for leaf in frame.separated.leaves]
-    forms = {p: layouts.of(ArrayId(Role.PARAM, p)) for p in params}
-    gradient_forms = {p: layouts.gradients[p] for p in trained}
-
-    def scaled_loss(values: Mapping[str, Any], microbatch: Any, key: Any) -> Any:
-        arguments = OrderedDict(
-            (p, gather(values.get(p, x), forms[p])) for p, x in params.items()
-        )
-        rest = () if key is None else (key,)
-        loss, extra = problem.loss(arguments, microbatch, *rest)
-        extra = {name: x for name, x in extra.items() if name != WEIGHT}
-        return loss * seed.astype(loss.dtype), (loss, extra)
-
-    if any(not form.is_gathered for form in forms.values()):
-        # The backward pass gathers parameters again. To keep the gathered ones from the
-        # forward pass would hold whole parameters on every device.
-        scaled_loss = jax.checkpoint(scaled_loss, policy=_is_kept)
-
-    def gradient(values: Mapping[str, Any], *rest: Any) -> tuple[Any, dict[str, Any]]:
-        result, grads = jax.value_and_grad(scaled_loss, has_aux=True)(values, *rest)
-        return result, {p: cut(g, gradient_forms[p]) for p, g in grads.items()}
-
-    trainables = {p: params[p] for p in trained}
-    if frame.num_microbatches == 1:
-        single = jax.tree.map(lambda x: x[0], (batch, keys))
-        (_, (loss, extra)), grads = gradient(trainables, *single)
-        return grads, loss[None], jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
-
-    def body(total: Any, microbatch: Any) -> tuple[Any, Any]:
-        (_, (loss, extra)), grads = gradient(trainables, *microbatch)
-        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-        return total, (loss, extra)
-
-    zeros = {
-        p: cut(jnp.zeros(x.shape, sum_dtype(x.dtype)), gradient_forms[p])
-        for p, x in trainables.items()
-    }
-    grads, (losses, extra) = jax.lax.scan(body, zeros, (batch, keys))
-    return grads, losses, extra
-
-
-def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy that saves all results but gathered parameters.
-
-    A sharding constraint gathers a parameter, and a slice removes its padding. The
-    constraints of `sharding.axes.sequence` cut values along `seq`; those are saved.
-    """
-    if primitive.name == "sharding_constraint":
-        return any(SEQ in (entry or ()) for entry in params["sharding"].spec)
-    return primitive.name != "slice"
 
 
 @dataclass(frozen=True)
