@@ -21,6 +21,7 @@ from tests.distributed.training import (
     WEIGHTED_MICROBATCHES,
     fingerprint,
     overflowing,
+    quantized,
 )
 from tests.equivalence import weighted
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
@@ -128,6 +129,16 @@ def test_every_token_of_a_step_counts_alike_in_whichever_process(processes):
         total, weight = first["evaluated"]
         assert weight == weighted.COUNTS.sum()
         np.testing.assert_allclose(total / weight, after.mean, rtol=1e-5)
+
+
+def test_gradients_are_exchanged_between_processes_as_between_groups(processes):
+    devices = jax.devices()[:DEVICES]
+    expected = quantized(zinf.make_mesh(devices, num_replicas=PROCESSES))
+    for found in (process["quantized"] for process in processes):
+        assert found["params"] == expected["params"]
+        # Of scalars over devices, sums are in another order.
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(found[name], expected[name], rtol=BOUND)
 
 
 def test_each_process_holds_its_share_of_every_byte(processes):

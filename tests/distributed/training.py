@@ -17,6 +17,7 @@ import optax
 import zinf
 from tests.equivalence import weighted
 from tests.equivalence.meshes import MICROBATCHES, batches, config, init, loss
+from tests.equivalence.test_quantized_weights import WIDE
 from zinf.core.program import Tier
 from zinf.distributed import AbstractGroup, Flags, Limits, find_seat, join
 
@@ -109,6 +110,7 @@ def train(group: AbstractGroup, folder: str) -> None:
         engine.close()
     train_fp16(group, folder)
     train_weighted(group)
+    report("quantized", quantized(zinf.make_mesh(jax.devices()), group))
 
 
 def train_weighted(group: AbstractGroup) -> None:
@@ -129,6 +131,30 @@ def train_weighted(group: AbstractGroup) -> None:
         after = float(evaluated.total), float(evaluated.weight)
         found[str(number)] = {"loss": taken, "gradient": change, "evaluated": after}
     report("weighted", found)
+
+
+def quantized(mesh: Any, group: AbstractGroup | None = None) -> dict[str, Any]:
+    """Steps whose gradients are exchanged in 4 bits, between nodes too, with LoCo.
+
+    A process is a node; in one process, half of its devices are.
+    """
+    zero = {"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
+    if group is None:
+        zero["zero_hpz_partition_size"] = mesh.size // PROCESSES
+    settings = {
+        "execution": "streamed",
+        "persistence_threshold": 1,
+        "zero_optimization": zero,
+    }
+    found = []
+    arguments = WIDE.loss, WIDE.init, optax.adamw(1e-3), settings
+    with zinf.initialize(*arguments, mesh=mesh, group=group) as engine:
+        for batch in WIDE.batches(STEPS):
+            own = own_part(batch, group.index, group.count, 1) if group else batch
+            found.append(engine.step(own))
+        params = fingerprint(engine.params())
+    columns = {k: [m[k] for m in found] for k in ("loss", "grad_norm")}
+    return columns | {"params": params}
 
 
 def applied(engine: zinf.Engine, group: AbstractGroup, batch: Any, num: int) -> int:

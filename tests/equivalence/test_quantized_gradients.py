@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import zinf
 from tests.equivalence.models import Model
 from tests.equivalence.test_quantized_weights import (
     ADAM,
@@ -23,17 +24,22 @@ from tests.equivalence.training import (
     BOTH,
     BOUND,
     ON_HOST,
+    OPTIMIZERS,
     Run,
     Setting,
     assert_bit_equal,
+    mesh_of,
     train,
 )
+from zinf.core.engine.initialize import make_planner
 from zinf.core.sharding import Nibbles
 from zinf.core.step.compiled import compiled_runs, step_traffic
+from zinf.core.topology import collectives_of, parse_topology
 
 QGZ = (("zero_optimization.zero_quantized_gradients", True),)
 PARTS = Setting(mesh="8", more=QGZ)
 # Within nodes of 4 devices, then between two of them.
+LOCO = "zero_optimization.zeropp_loco_param"
 TWO_LEVELS = (("zero_optimization.zero_hpz_partition_size", 4),)
 # A number of a part is rounded by at most 1/14 of the largest in its block, by less on
 # average, and the signs differ: norms differ by up to 0.6% in three steps.
@@ -99,11 +105,13 @@ def test_losses_are_near_those_of_whole_gradients_and_equal_on_all_tiers(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [QGZ, QGZ + TWO_LEVELS + QUANTIZED])
-def test_a_fused_step_exchanges_as_a_streamed_one(more):
+@pytest.mark.parametrize(
+    ("mesh", "more"), [("8", QGZ), ("2x4", QGZ + TWO_LEVELS + QUANTIZED)]
+)
+def test_a_fused_step_exchanges_as_a_streamed_one(mesh, more):
     # Microbatches are added up before the exchange, and their norm clips.
     streamed, fused = (
-        train(UNROLLED, Setting(place, BOTH, mesh="8", more=more), ADAM)
+        train(UNROLLED, Setting(place, BOTH, mesh=mesh, more=more), ADAM)
         for place in (ON_HOST, "fused")
     )
     assert fused.deviation(streamed) <= 1e-4
@@ -123,6 +131,90 @@ def test_an_eighth_of_the_bytes_is_sent_once_a_step():
     assert sent[1] == pytest.approx(expected, rel=1e-3)
     assert sent[2] == sent[1]
     assert sent[1] < 4 * sum(n for n, _ in leaves) * others / 7
+
+
+@pytest.mark.slow
+def test_errors_are_state_that_rests_and_is_saved_as_other_state(tmp_path):
+    """Bit-equal on tiers and after a restore; refused on other devices."""
+    more = (*QGZ, *TWO_LEVELS, (f"{LOCO}.reset_T", 3))
+    expected = train(WIDE, Setting(mesh="2x4", more=more), ADAM)
+    on_host = Setting(ON_HOST, mesh="2x4", more=more)
+    assert_bit_equal(train(WIDE, on_host, ADAM), expected)
+    without = train(WIDE, Setting(mesh="2x4", more=QGZ + TWO_LEVELS), ADAM)
+    assert expected.losses[:2] == without.losses[:2]
+    assert expected.losses[2] != without.losses[2]
+    batches, found = WIDE.batches(6), {}
+    for name, saved in (("whole", None), ("resumed", 4)):
+        with engine(more) as first:
+            losses = [first.step(b)["loss"] for b in batches[:saved]]
+            if saved:
+                first.save(tmp_path / "saved")
+        if saved:
+            with engine(more) as second:
+                second.restore(tmp_path / "saved")
+                losses += [second.step(b)["loss"] for b in batches[saved:]]
+        found[name] = losses
+    assert found["resumed"] == found["whole"]
+    with engine((*QGZ, (f"{LOCO}.reset_T", 3))) as one_level:
+        one_level.prepare(batches[0])
+        with pytest.raises(ValueError, match="error1/first.*(?s:.)*error feedback"):
+            one_level.restore(tmp_path / "saved")
+
+
+def engine(more: tuple[tuple[str, Any], ...]) -> Any:
+    mesh = "2x4" if TWO_LEVELS[0] in more else "8"
+    config = Setting(ON_HOST, mesh=mesh, more=more).config(WIDE, "")
+    arguments = WIDE.loss, WIDE.init, OPTIMIZERS[ADAM], config
+    return zinf.initialize(*arguments, mesh=mesh_of(mesh))
+
+
+@pytest.mark.slow
+def test_a_fused_step_feeds_back_as_a_streamed_one():
+    more = (*QGZ, (f"{LOCO}.err_beta", 0.5))
+    streamed, fused = (
+        train(UNROLLED, Setting(place, BOTH, mesh="8", more=more), ADAM)
+        for place in (ON_HOST, "fused")
+    )
+    assert fused.deviation(streamed) <= 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+def test_gpus_send_a_quarter_of_the_bytes_of_bfloat16():
+    """Between the devices of a node, and between two nodes of eight H200."""
+    topology, dim = parse_topology("h200:16"), 4096
+    mesh = zinf.make_mesh(topology.devices())
+
+    def init() -> dict[str, jax.Array]:
+        return {"up": jnp.zeros((dim, 4 * dim)), "down": jnp.zeros((4 * dim, dim))}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        hidden = jax.nn.gelu(batch["x"].astype(jnp.bfloat16) @ params["up"])
+        return jnp.mean(jnp.square((hidden @ params["down"]).astype(jnp.float32)))
+
+    batch = {"x": jax.ShapeDtypeStruct((16, 1024, dim), jnp.float32)}
+    sent = {}
+    for is_quantized in (False, True):
+        config = Setting(mesh="8", more=QGZ if is_quantized else ()).config(WIDE, "")
+        config |= {"bf16": {"enabled": True}, "execution": "fused", "memory": {}}
+        config["zero_optimization"] |= {
+            "offload_param": None,
+            "offload_optimizer": None,
+        }
+        on = {"mesh": mesh, "topology": topology}
+        made = make_planner(loss, init, OPTIMIZERS[ADAM], config, **on)
+        ((_, code, _),) = made.plan_batch(batch).executables()
+        for one in collectives_of(code):
+            key = is_quantized, one.kind, one.group_size
+            sent[key] = sent.get(key, 0) + one.sent_bytes
+    numbers, nodes, local = 8 * dim**2, 2, 8
+    plain = sent[False, "reduce-scatter", nodes * local]
+    assert plain == 2 * numbers * 15 / 16
+    within, between = sent[True, "all-to-all", local], sent[True, "all-to-all", nodes]
+    assert within + between <= 0.27 * plain
+    # Between nodes each device has to send half of what the node's devices share.
+    assert between <= 0.27 * (2 * numbers / local / 2)
+    assert (True, "reduce-scatter", nodes * local) not in sent
 
 
 def test_the_plan_says_which_gradients_go_as_they_are():

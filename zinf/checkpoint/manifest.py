@@ -76,6 +76,10 @@ STATE_NAMES = (
     "state0, state1, ... are the optimizer state of a parameter, in optax's order: "
     "of adam mu and nu."
 )
+ERROR_NAMES = (
+    "error0 and error1 are the error feedback of zero_optimization.zeropp_loco_param, "
+    "one for each device: they need as many devices, in groups as large."
+)
 
 
 def check_same(
@@ -90,6 +94,8 @@ def check_same(
         lines.append(f"  and {len(found) - len(lines)} more")
     if any(line.startswith("state") for line in found):
         lines.append(STATE_NAMES)
+    if any(line.startswith("error") for line in found):
+        lines.append(ERROR_NAMES)
     raise ValueError(
         "\n".join(
             (

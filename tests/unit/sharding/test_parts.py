@@ -15,17 +15,21 @@ from zinf.core.sharding.mesh import make_mesh
 
 DEVICES = 8
 # Cut along dim 1, 2 and 0, and one with padding.
+PLAIN = Nibbles()
+LOCO = Nibbles(err_beta=0.8)
 SHAPES = ((5, 160), (3, 16, 1024), (64, 30), (2, 1, 133))
 
 
-def parts_of(shape: tuple[int, ...], num_nodes: int) -> Parts:
+def parts_of(
+    shape: tuple[int, ...], num_nodes: int, encoding: Nibbles = PLAIN
+) -> Parts:
     mesh = make_mesh(jax.devices()[:DEVICES], num_replicas=num_nodes)
     rule = axis_rule(
         mesh,
         stage=3,
         min_bytes=0,
         gathers_in_group=num_nodes > 1,
-        gradient_encoding=Nibbles(),
+        gradient_encoding=encoding,
     )
     specs = {ArrayId(Role.PARAM, "w"): ArraySpec(shape, "float32", 4)}
     return persistent_layouts(specs, rule).parts["w"]
@@ -34,7 +38,7 @@ def parts_of(shape: tuple[int, ...], num_nodes: int) -> Parts:
 def exchanged(parts: Parts, content: np.ndarray) -> np.ndarray:
     """By the devices, from the parts (devices, ...)."""
     given = jax.device_put(np.moveaxis(content, 0, 1), parts.layout.device)
-    total = jax.jit(lambda x: parts.exchange(x, jnp.float32))(given)
+    total, _ = jax.jit(lambda x: parts.exchange(x, (), jnp.float32))(given)
     assert total.sharding.is_equivalent_to(parts.total.device, total.ndim)
     return np.asarray(total)
 
@@ -121,12 +125,76 @@ def test_a_part_that_is_not_finite_makes_its_block_so():
 
 
 def test_rows_are_exchanged_as_in_the_whole():
-    parts = parts_of((6, 16, 64), 2)
+    parts = parts_of((6, 16, 64), 2, LOCO)
     content = np.random.default_rng(1).standard_normal((DEVICES, 6, 16, 64), np.float32)
-    whole = exchanged(parts, content)
+    whole, errors = steps(parts, [content])
     for rows in ((0, 1), (2, 5)):
-        piece = exchanged(parts.piece(rows), content[:, slice(*rows)])
-        np.testing.assert_array_equal(piece, whole[slice(*rows)])
+        piece, own = steps(parts.piece(rows), [content[:, slice(*rows)]])
+        np.testing.assert_array_equal(piece[0], whole[0][slice(*rows)])
+        for found, error in zip(own, errors, strict=True):
+            np.testing.assert_array_equal(found, error[slice(*rows)])
+
+
+def steps(
+    parts: Parts, contents: list[np.ndarray]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The gradients of steps with error feedback, and the last errors."""
+    errors = [
+        jax.device_put(jnp.zeros(x.shape, jnp.bfloat16), x.device) for x in parts.errors
+    ]
+    run = jax.jit(lambda x, e: parts.exchange(x, e, jnp.float32))
+    found = []
+    for content in contents:
+        given = jax.device_put(np.moveaxis(content, 0, 1), parts.layout.device)
+        total, errors = run(given, errors)
+        found.append(np.asarray(total))
+    return found, [np.asarray(x, np.float32) for x in errors]
+
+
+def fed_back(rows: np.ndarray, errors: dict[str, np.ndarray], name: str) -> np.ndarray:
+    """Rows after 4-bit blocks, with the error of earlier ones; it is replaced."""
+    before = errors.get(name, np.zeros_like(rows))
+    sent = rows + before
+    values, _ = rounded(sent)
+    decay, rest = np.float32(LOCO.err_beta), np.float32(1 - LOCO.err_beta)
+    new = decay * before + rest * (sent - values)
+    errors[name] = new.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return values
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_what_an_exchange_loses_is_fed_back(num_nodes):
+    """LoCo, as DeepSpeed's `loco_swizzle_quant` and `loco_quantized_reduction`."""
+    parts = parts_of((5, 160), num_nodes, LOCO)
+    random = np.random.default_rng(2)
+    contents = [random.standard_normal((DEVICES, 5, 160), np.float32) for _ in range(4)]
+    found, _ = steps(parts, contents)
+    errors: dict[str, np.ndarray] = {}
+    for content, total in zip(contents, found, strict=True):
+        expected = []
+        for number, mine in enumerate(np.split(content, DEVICES, axis=2)):
+            nodes = np.split(mine, num_nodes)
+            nodes = [
+                reduce(add, fed_back(node, errors, f"{number} in {i}"))
+                for i, node in enumerate(nodes)
+            ]
+            if num_nodes > 1:
+                rows = np.stack(nodes).reshape(num_nodes, *mine.shape[1:])
+                nodes = list(fed_back(rows, errors, f"{number} between"))
+            expected.append(reduce(add, nodes))
+        # A sum of two products is rounded once or twice, and then to bfloat16.
+        np.testing.assert_allclose(total, np.concatenate(expected, 1), atol=0.4)
+        near = np.isclose(total, np.concatenate(expected, 1), rtol=1e-5, atol=1e-5)
+        assert near.mean() > 0.97
+
+
+def test_errors_of_the_same_gradient_cancel_over_steps():
+    content = np.random.default_rng(3).standard_normal((DEVICES, 4, 160), np.float32)
+    count, whole = 16, content.sum(0)
+    without, _ = np.mean([exchanged(parts_of((4, 160), 2), content)], 0), None
+    fed, _ = steps(parts_of((4, 160), 2, Nibbles(err_beta=0.0)), [content] * count)
+    lost = [np.abs(x - whole).mean() for x in (without, np.mean(fed, 0))]
+    assert lost[1] < 4 / count * lost[0]
 
 
 @pytest.mark.parametrize(
@@ -144,4 +212,4 @@ def test_gradients_that_would_save_little_have_no_parts(shape, why):
 def test_devices_that_share_examples_or_state_are_refused(more, name):
     mesh = make_mesh(jax.devices()[:DEVICES], **more)
     with pytest.raises(NotImplementedError, match=f"mesh.{name} = 2"):
-        axis_rule(mesh, stage=3, min_bytes=0, gradient_encoding=Nibbles())
+        axis_rule(mesh, stage=3, min_bytes=0, gradient_encoding=PLAIN)

@@ -44,6 +44,8 @@ WITHOUT = (
 WITHIN = (
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zeropp_loco_param.err_beta",
+    "zero_optimization.zeropp_loco_param.reset_T",
     "run.seed",
 )
 

@@ -57,7 +57,6 @@ KEYS = {
         topk_ratio select_strategy select_interval update_interval overlap_step
         offload auto_ratio full_warm_up_rounds pt_reserved_cores_perc
         steps_per_epoch""",
-    "zeropp_loco_param": "err_beta reset_T",
 }
 
 

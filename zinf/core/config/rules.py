@@ -105,6 +105,10 @@ def _execution(config: Settings) -> Iterator[Violation]:
         text = "offloaded steps cannot exchange parts of gradients, which"
         where = "zero_optimization.zero_quantized_gradients asks for"
         yield ("execution",), f"{text} {where}. Use another one."
+    if config.zero_optimization.zeropp_loco_param is not None and config.may_skip:
+        text = "keeps what was lost of gradients, also of those that fp16 or"
+        path = "zero_optimization", "zeropp_loco_param"
+        yield path, f"{text} skip_nonfinite may skip or scale anew. Remove one of them."
     tiers = {
         "zero_optimization.offload_param": config.param_tier,
         "zero_optimization.offload_optimizer": config.optimizer_tier,

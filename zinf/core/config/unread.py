@@ -190,8 +190,6 @@ ignore_unused_parameters=true: The gradient of an unused parameter is zero in JA
 zenflow: ZenFlow applies gradients late, which changes the numerics; remove it.
 zero_quantized_nontrainable_weights: Frozen weights as integers on the wire; leave it
   false. To keep those below adapters in few bits set adapter.quantize_base.
-zeropp_loco_param: Error feedback for quantised gradients, which are not supported;
-  remove it.
 
 [zero_optimization.offload_param] automatic here
 buffer_count buffer_size: The plan decides what waits in host memory.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from zinf.core.config.scalar import Flag, Folder, Integer, Whole
+from zinf.core.config.scalar import Count, Flag, Folder, Fraction, Integer, Whole
 from zinf.core.config.section import Section, Violation
 from zinf.core.config.status import Auto
 from zinf.core.config.unread import TABLE
@@ -55,6 +55,16 @@ class OffloadOptimizer(Section):
     """true: memory.pinned: auto; false in all sections: memory.pinned: off."""
 
 
+class LoCo(Section):
+    """Error feedback of the exchange of gradients (LoCo)."""
+
+    err_beta: Auto[Fraction] = 0.8
+    """Decay of what exchanges lost, which is added to what is sent next."""
+
+    reset_T: Auto[Count] = 1024
+    """Steps after which it is set to zero."""
+
+
 class ZeroOptimization(Section):
     """ZeRO stage and offload."""
 
@@ -87,6 +97,10 @@ class ZeroOptimization(Section):
     """Exchange gradients as 4-bit integers (ZeRO++ qgZ), at stages 2 and 3. A part of a
     sum is rounded by at most 1/14 of the largest of up to 256 beside it."""
 
+    zeropp_loco_param: LoCo | None = None
+    """Error feedback of zero_quantized_gradients; absent: none. It keeps two bytes for
+    each number and device, and again for each node, among the optimizer state."""
+
     aio: AIO | None = None
     """The same as aio. Hugging Face documents it here; DeepSpeed does not read it."""
 
@@ -110,6 +124,12 @@ class ZeroOptimization(Section):
     def _stage_of_flag(cls, data: Any) -> Any:
         # Before stages had numbers, `"zero_optimization": true` was stage 1.
         return {"stage": int(data)} if isinstance(data, bool) else data
+
+    @property
+    def reset_errors_every(self) -> int | None:
+        """Steps after which errors of exchanges are forgotten; None: there are none."""
+        feedback = self.zeropp_loco_param
+        return None if feedback is None else feedback.reset_T
 
     @property
     def param_tier(self) -> Tier | None:
@@ -176,6 +196,12 @@ class ZeroOptimization(Section):
                 "sends parts of gradients to the devices that keep their rows, and at "
                 f"stage {self.stage} every device has all of every gradient. Set stage "
                 "to 2 or 3, or leave it false.",
+            )
+        if self.zeropp_loco_param is not None and not self.zero_quantized_gradients:
+            yield (
+                ("zeropp_loco_param",),
+                "feeds back what zero_quantized_gradients loses. Set that to true, or "
+                "remove it.",
             )
         if None not in given:
             yield (

@@ -37,6 +37,7 @@ from zinf.core.engine.state import (
     initialize_arrays,
     make_residents,
     read_leaf,
+    reset_errors,
     write_model_state,
 )
 from zinf.core.engine.turn import Turn
@@ -668,6 +669,7 @@ class Engine:
         self.planner.check_batch(batch)
         runner = self._runners.prepare(batch, self._place)
         waited = perf_counter() - start
+        self._reset_errors()
         self.stores.reset_peaks()
         record = self.last_step = StepRecord()
         advance = self._scalars.advance()
@@ -691,6 +693,12 @@ class Engine:
         if outcome.interrupted:
             raise KeyboardInterrupt
         return metrics
+
+    def _reset_errors(self) -> None:
+        """Forget, every so many steps, what exchanges of gradients lost."""
+        every = self.config.zero_optimization.reset_errors_every
+        if every is not None and self.num_steps and self.num_steps % every == 0:
+            reset_errors(self._runners.residents)
 
     def _gradient(self, path: str) -> np.ndarray:
         check_path(self.planner, path)

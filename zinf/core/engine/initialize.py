@@ -196,7 +196,7 @@ def make_planner(
         gathers_in_group=config.gathers_in_group,
         encoding=Blocks() if config.quantizes_weights else None,
         cuts_experts=_cuts_experts(config, mesh),
-        gradient_encoding=Nibbles() if config.quantizes_gradients else None,
+        gradient_encoding=_gradient_encoding(config),
     )
     with modes.own():
         problem = make_problem(
@@ -215,6 +215,14 @@ def make_planner(
         key = None if rng is None else jax.eval_shape(lambda: rng)
     group = _alone() if group is None else group
     return Planner(problem, separated, config, rule, key, rows, group, topology)
+
+
+def _gradient_encoding(config: Config) -> Nibbles | None:
+    """What parts of gradients are sent as; None leaves sums over devices to XLA."""
+    if not config.quantizes_gradients:
+        return None
+    feedback = config.zero_optimization.zeropp_loco_param
+    return Nibbles(err_beta=None if feedback is None else feedback.err_beta)
 
 
 def _refuse_sections(config: Config) -> None:

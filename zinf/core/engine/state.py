@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zinf.core.memory import Residents, Stores
@@ -41,7 +42,17 @@ def make_residents(
         for a, share in shares.items()
     }
     residents.create(chunks)
+    reset_errors(residents)
     return residents
+
+
+def reset_errors(residents: Residents) -> None:
+    """Set the errors of exchanges of gradients to zero."""
+    for piece in residents.homes:
+        if piece.role == Role.ERROR:
+            layout, spec = residents.layouts.of(piece), residents.specs[piece.whole]
+            zeros = np.zeros(layout.share_shape, jnp.dtype(spec.dtype))
+            residents.write_share(piece, zeros)
 
 
 def initialize_arrays(setup: Setup, residents: Residents) -> Digests:

@@ -8,6 +8,7 @@ from zinf.core.plan.build import offloaded_plan as offloaded_plan
 from zinf.core.plan.catalog import ArrayUpdate as ArrayUpdate
 from zinf.core.plan.catalog import Catalog as Catalog
 from zinf.core.plan.catalog import Keeping as Keeping
+from zinf.core.plan.catalog import PartSum as PartSum
 from zinf.core.plan.catalog import StepOptions as StepOptions
 from zinf.core.plan.catalog import UpdateUnit as UpdateUnit
 from zinf.core.plan.catalog import cache as cache

@@ -90,6 +90,21 @@ class StepOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PartSum:
+    """What summing the parts of one gradient over devices needs.
+
+    Attributes:
+        workspace_bytes: device bytes beside arguments and results.
+        exchange: what a device sends.
+        errors: the errors of the exchange, which it reads and replaces.
+    """
+
+    workspace_bytes: int
+    exchange: Exchange
+    errors: tuple[ArrayId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Keeping:
     """The residuals that a segment may save for its backward pass, and their cost.
 
@@ -128,8 +143,7 @@ class Catalog:
             `ArrayId.layout_array`, for arrays where this fraction is not 1.
         exchange: `(forward, backward)` bytes that each segment sends between devices;
             empty on one device.
-        part_sums: device bytes that summing the parts of a gradient takes beside both,
-            and the bytes that it sends, by the gradient.
+        part_sums: what summing the parts of a gradient needs, by the gradient.
         norm_classes: classes of leaves by path, from 1, if norms are taken of some
             leaves alone; all others are of class 0.
     """
@@ -143,7 +157,7 @@ class Catalog:
     keeping: Mapping[int, Keeping] = field(default_factory=dict)
     device_parts: Mapping[ArrayId, Fraction] = field(default_factory=dict)
     exchange: Sequence[tuple[Exchange, Exchange]] = ()
-    part_sums: Mapping[ArrayId, tuple[int, Exchange]] = field(default_factory=dict)
+    part_sums: Mapping[ArrayId, PartSum] = field(default_factory=dict)
     norm_classes: Mapping[str, int] = field(default_factory=dict)
 
     def exchange_of(self, k: int) -> tuple[Exchange, Exchange]:

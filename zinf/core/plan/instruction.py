@@ -83,10 +83,14 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class SumParts:
-    """Sums gradients over devices: exchanges the parts that each device has of them."""
+    """Sums gradients over devices: exchanges the parts that each device has of them.
+
+    The errors of each exchange are read and replaced; none without error feedback.
+    """
 
     parts: tuple[ArrayId, ...]
     targets: tuple[ArrayId, ...]
+    errors: tuple[tuple[ArrayId, ...], ...]
 
     def __str__(self) -> str:
         return f"exchange {summary(self.targets)}"

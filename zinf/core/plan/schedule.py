@@ -169,10 +169,10 @@ class _Schedule:
         if self.options.value_tier != Tier.DEVICE and others:
             self.jobs.transfer(others, Tier.DEVICE, self.options.value_tier)
 
-    def bring_home(self, caches: Sequence[ArrayId]) -> None:
-        """Moves caches that a run overwrote on the device to where they rest."""
+    def bring_home(self, arrays: Sequence[ArrayId]) -> None:
+        """Moves arrays that a run overwrote on the device to where they rest."""
         for tier in Tier.DEVICE.slower:
-            there = [a for a in caches if self.catalog.home_tier(a) == tier]
+            there = [a for a in arrays if self.catalog.home_tier(a) == tier]
             if there:
                 self.jobs.transfer(there, Tier.DEVICE, tier)
 
@@ -293,15 +293,18 @@ class _Schedule:
             is_first = array not in self.begun
             targets.append(array if is_first else array.of_role(array.role.part))
             self.begun.add(array)
-        costs = [self.catalog.part_sums[gradient_of(a)] for a in segment.in_parts]
+        sums = [self.catalog.part_sums[gradient_of(a)] for a in segment.in_parts]
+        errors = tuple(one.errors for one in sums)
+        all_errors = [a for some in errors for a in some]
         self.jobs.add(
-            SumParts(parts, tuple(targets)),
+            SumParts(parts, tuple(targets), errors),
             Link.DEVICE,
-            reads=tuple((a, Tier.DEVICE) for a in parts),
-            writes=tuple((a, Tier.DEVICE) for a in targets),
-            workspace=((Tier.DEVICE, max(nbytes for nbytes, _ in costs)),),
-            exchange=sum((sent for _, sent in costs), NO_EXCHANGE),
+            reads=tuple((a, Tier.DEVICE) for a in (*parts, *all_errors)),
+            writes=tuple((a, Tier.DEVICE) for a in (*targets, *all_errors)),
+            workspace=((Tier.DEVICE, max(x.workspace_bytes for x in sums)),),
+            exchange=sum((x.exchange for x in sums), NO_EXCHANGE),
         )
+        self.bring_home(all_errors)
         later = [a for a in targets if a.role.total]
         if later:
             self.accumulate([gradient_of(a) for a in later], later, ())

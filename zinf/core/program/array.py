@@ -11,13 +11,14 @@ FLOAT32_BYTES = 4
 class Role(StrEnum):
     """The purpose of an array, which is the first part of its name.
 
-    Arrays of the roles PARAM, MASTER and STATE persist between steps and are saved in
-    checkpoints.
+    Arrays of the roles PARAM, MASTER, STATE and ERROR persist between steps and are
+    saved in checkpoints.
     """
 
     PARAM = "param"  # A parameter in the dtype that the loss computes with.
     MASTER = "master"  # The parameter in the dtype that updates use, if it differs.
     STATE = "state"  # Optimizer state; `ArrayId.slot` numbers the arrays of a leaf.
+    ERROR = "error"  # What an exchange of parts lost, one a device, by `ArrayId.slot`.
     CONST = "const"  # An array that the loss function closed over.
     VALUE = "value"  # A value that crosses a cut, or a part of the batch.
     CACHE = "cache"  # State that runs of a program read and overwrite at its home.
@@ -62,8 +63,11 @@ LAYOUT_ROLES = {
     Role.GRADIENT_PART: Role.GRADIENT,
     Role.PARTS_PART: Role.PARTS,
 }
-# Kinds of persistent arrays; those of optimizer state have a number, as "state0".
-PERSISTENT = re.compile(r"(param|master|state(?=[0-9]))((?<=state)(?:0|[1-9][0-9]*))?")
+# Kinds of persistent arrays; state of optimizers and errors have a number: "state0".
+PERSISTENT = re.compile(
+    r"(param|master|(?:state|error)(?=[0-9]))"
+    r"((?:(?<=state)|(?<=error))(?:0|[1-9][0-9]*))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,8 @@ class ArrayId(metaclass=_Interned):
         rows: rows of the leading dim; None is the whole array. See [Note: pieces].
         microbatch: the microbatch of a value that exists once in each; else None.
         slot: the place of an optimizer state array among those of its leaf, in optax's
-            order: they are printed as "state0", "state1", ...
+            order: they are printed as "state0", "state1", ... For errors, the level of
+            the exchange.
         whole: the array without its selection of rows. A field: planning 70 billion
             parameters reads it two million times.
     """

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import GatherScatterMode, ScatterDimensionNumbers, scatter_add
 
 from zinf.core.jaxpr import Graph
@@ -114,4 +115,4 @@ def is_zeros(atom: Any, makers: Mapping[Var, Equation]) -> bool:
     if maker is None or maker.primitive.name != "broadcast_in_dim":
         return False
     (source,) = maker.invars
-    return isinstance(source, Literal) and not jnp.any(source.val)
+    return isinstance(source, Literal) and not np.any(source.val)

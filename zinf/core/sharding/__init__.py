@@ -3,6 +3,7 @@
 from zinf.core.sharding.encoding import Blocks, Nibbles
 from zinf.core.sharding.layout import Box, Layout, intersection, relative
 from zinf.core.sharding.layouts import (
+    ERROR_DTYPE,
     ArrayEntry,
     Layouts,
     batch_dims,
@@ -23,6 +24,7 @@ from zinf.core.sharding.rule import (
 from zinf.core.sharding.wire import as_cut, cut, gather
 
 __all__ = [
+    "ERROR_DTYPE",
     "ArrayEntry",
     "AxisRule",
     "Blocks",

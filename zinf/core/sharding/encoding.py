@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Float32, Int8
+from jaxtyping import Array, Float, Float32, Int8, Int16
 
 from zinf_kernels.quantize import Quantized, dequantize, quantize
 
@@ -90,15 +90,30 @@ class Nibbles(Blocks):
     decoded parts have the same bits on every machine, whether or not its compiler
     contracts products and sums.
 
+    With error feedback (LoCo, arXiv:2407.04480), what is lost is added to what is sent
+    next: x + e is sent in place of x, and e becomes beta * e + (1 - beta) * (what was
+    lost), as DeepSpeed computes it.
+
     A block whose scale would be below the least normal bfloat16 becomes zeros; one with
     a NaN or an infinity becomes NaNs.
+
+    Attributes:
+        err_beta: beta of the error feedback; None: there is none.
     """
+
+    err_beta: float | None = None
+
+    def new_error(self, error: Any, lost: Any) -> Any:
+        """The error after a number was sent; it forgets what is not finite."""
+        assert self.err_beta is not None
+        new = self.err_beta * error + (1 - self.err_beta) * lost
+        return jnp.where(jnp.isfinite(new), new, 0)
 
     def encode(
         self, part: Float[Array, "..."]
-    ) -> tuple[Int8[Array, "blocks half"], BFloat16[Array, " blocks"]]:
+    ) -> tuple[Int8[Array, "blocks half"], Int16[Array, " blocks"]]:
         """A part as it is sent: byte i of a block holds number i in its lower half, and
-        number width / 2 + i in its upper half. Traceable."""
+        number width / 2 + i in its upper half; the bits of scales. Traceable."""
         blocks = self._filled(part).astype(jnp.float32)
         # XLA may divide by a constant, or by a number for many, by way of a reciprocal.
         # It may drop a cast to bfloat16 and back, and never a reduction of precision.
@@ -109,14 +124,17 @@ class Nibbles(Blocks):
         values = jnp.round(blocks * inverse)
         values = jnp.where(is_zero, 0, values).astype(jnp.int8)
         low, high = jnp.split(values, 2, axis=1)
-        return (low & 15) | (high << 4), scales.astype(jnp.bfloat16)
+        # XLA:CPU sends bfloat16 as float32, and integers as they are.
+        bits = jax.lax.bitcast_convert_type(scales.astype(jnp.bfloat16), jnp.int16)
+        return (low & 15) | (high << 4), bits
 
     def decode(
         self, sent: Any, shape: tuple[int, ...], dtype: Any
     ) -> Float[Array, "parts ..."]:
         values, scales = sent
         _, width = self._blocks(_row_size(shape))
-        values, scales = values.reshape(-1, width // 2), scales.reshape(-1, 1)
+        values = values.reshape(-1, width // 2)
+        scales = jax.lax.bitcast_convert_type(scales.reshape(-1, 1), jnp.bfloat16)
         pairs = (values << 4) >> 4, values >> 4
         numbers = jnp.concatenate(pairs, axis=1).astype(jnp.float32)
         return self._unfilled(numbers * scales.astype(jnp.float32), shape).astype(dtype)

@@ -15,6 +15,8 @@ from zinf.core.sharding.mesh import Dim, make_mesh, replicated
 from zinf.core.sharding.parts import Parts
 from zinf.core.sharding.rule import STATE_STAGE, AxisRule, axis_rule
 
+# Errors are added to numbers that are rounded to four bits.
+ERROR_DTYPE, ERROR_BYTES = "bfloat16", 2
 ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -244,6 +246,7 @@ def persistent_layouts(
     layers: Collection[str] = (),
     divided: Mapping[str, Mapping[int, Dim]] = MappingProxyType({}),
     indivisible: Collection[str] = (),
+    trained: Collection[str] | None = None,
 ) -> Layouts:
     """The table of persistent arrays, with the gradients of parameters.
 
@@ -253,6 +256,7 @@ def persistent_layouts(
         divided: for leaves that axes of their own cut, in every form and at every
             stage, the dims that are cut (`axes.experts`).
         indivisible: leaves that are updated as wholes and therefore never padded.
+        trained: leaves whose gradients may be parts; None: all.
     """
     arrays, gradients, parts = {}, {}, {}
     for array, spec in specs.items():
@@ -273,8 +277,12 @@ def persistent_layouts(
             total = _layout(Role.GRADIENT, spec.shape, rule, *flags)
             gradients[array.path] = total
             one = _parts(total, rule) if spec.dtype in ENCODED_DTYPES else None
-            if one is not None:
+            if one is not None and (trained is None or array.path in trained):
                 parts[array.path] = one
+                for slot, error in enumerate(one.errors):
+                    its = ArrayId(Role.ERROR, array.path, slot=slot)
+                    kind = ArraySpec(error.shape, ERROR_DTYPE, ERROR_BYTES)
+                    arrays[its] = ArrayEntry(kind, error)
     return Layouts(rule, arrays, gradients, {}, parts)
 
 

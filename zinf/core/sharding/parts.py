@@ -58,38 +58,78 @@ class Parts:
         sharding = NamedSharding(self.mesh, spec)
         return Layout(shape, shape, sharding, sharding)
 
+    @cached_property
+    def errors(self) -> tuple[Layout, ...]:
+        """The layouts of the errors, one for each level; none without error feedback.
+
+        An error is (rows, devices, receivers, ...): by device, what it lost of each
+        part that it sent. At the second level it sends to as many as there are nodes.
+        """
+        if self.encoding.err_beta is None:
+            return ()
+        counts = [self.mesh.size, len(self._levels.devices)]
+        rows, *rest = self.total.device_shape
+        shapes = [(rows, self.mesh.size, n, *rest) for n in counts[: len(self._axes)]]
+        return tuple(replace(self.layout, shape=x, padded=x) for x in shapes)
+
     def piece(self, rows: Rows) -> "Parts":
         """The parts of these rows of the gradient."""
         return replace(self, total=self.total.piece(rows))
 
-    def exchange(self, parts: Any, dtype: Any) -> Any:
-        """The gradient in its device form, from its parts; traceable.
+    def exchange(
+        self, parts: Any, errors: Sequence[Any], dtype: Any
+    ) -> tuple[Any, list[Any]]:
+        """The gradient in its device form, and the new errors; traceable.
 
         Args:
+            errors: in the layouts of `errors`.
             dtype: of the gradient; sums are in float32.
         """
         mesh, entry = self._levels, (NODE, LOCAL)
         before = PartitionSpec(None, entry)
         after = PartitionSpec(*[None] * self._cut_dim, entry)
         sharding = NamedSharding(mesh, before)
-        parts = jax.lax.with_sharding_constraint(parts, sharding)
         run = jax.shard_map(
-            self._exchange_here, mesh=mesh, in_specs=before, out_specs=after
+            self._exchange_here,
+            mesh=mesh,
+            in_specs=before,
+            out_specs=(after, [before] * len(errors)),
         )
-        total = run(parts).astype(dtype)
-        return jax.lax.with_sharding_constraint(total, self.total.device)
+        given = [
+            jax.lax.with_sharding_constraint(x, sharding) for x in (parts, *errors)
+        ]
+        total, new = run(*given)
+        constrained = jax.lax.with_sharding_constraint
+        pairs = zip(new, self.errors, strict=True)
+        new = [constrained(error, layout.device) for error, layout in pairs]
+        return constrained(total.astype(dtype), self.total.device), new
 
-    def _exchange_here(self, own: Any) -> Any:
-        """One device's rows of the sum in float32, from its own parts."""
+    def _exchange_here(self, own: Any, *errors: Any) -> tuple[Any, list[Any]]:
+        """One device's rows of the sum in float32, and its new errors."""
         num_nodes, size = self._levels.devices.shape
+        shape, new = self.total.device_shape, []
         x = self._by_receiver(jnp.squeeze(own, DEVICE_DIM).astype(jnp.float32))
-        x = x.reshape(num_nodes, size, *x.shape[1:])
-        if size > 1:
-            x = jnp.moveaxis(x, 1, 0)
-            x = _sum(self._sent(x, LOCAL))
-        else:
-            x = x[:, 0]
-        return _sum(self._sent(x, NODE)) if num_nodes > 1 else x[0]
+        x = jnp.moveaxis(x.reshape(num_nodes, size, *shape), 1, 0)
+        for level, axis in enumerate(self._axes):
+            count = self._levels.shape[axis]
+            x = x.reshape(-1, *shape)
+            error = None
+            if errors:
+                error = jnp.moveaxis(jnp.squeeze(errors[level], DEVICE_DIM), 1, 0)
+                x = x + error.astype(jnp.float32)
+            sent = self.encoding.encode(x.reshape(-1, *shape[1:]))
+            if error is not None:
+                lost = x - self.encoding.decode(sent, shape, jnp.float32)
+                left = self.encoding.new_error(error.astype(jnp.float32), lost)
+                left = jnp.expand_dims(jnp.moveaxis(left, 0, 1), DEVICE_DIM)
+                new.append(left.astype(error.dtype))
+            received = [
+                jax.lax.all_to_all(y.reshape(count, -1), axis, 0, 0, tiled=True)
+                for y in sent
+            ]
+            x = self.encoding.decode(received, shape, jnp.float32)
+            x = _sum(x.reshape(count, -1, *shape))
+        return x.reshape(shape), new
 
     def _by_receiver(self, own: Any) -> Any:
         """The parts of all receivers, (devices, ...), in the order of the mesh."""
@@ -99,27 +139,17 @@ class Parts:
         shape = *own.shape[:dim], count, -1, *own.shape[dim + 1 :]
         return jnp.moveaxis(own.reshape(shape), dim, 0)
 
-    def _sent(self, x: Any, axis: str) -> Any:
-        """What devices along an axis send to this one, (senders, ...).
-
-        Args:
-            x: what this device sends to each, (receivers, ...).
-        """
-        count, shape = len(x), x.shape
-        rows = x.reshape(-1, *self.total.device_shape[1:])
-        sent = self.encoding.encode(rows)
-        sent = [
-            jax.lax.all_to_all(y.reshape(count, -1), axis, 0, 0, tiled=True)
-            for y in sent
-        ]
-        return self.encoding.decode(sent, rows.shape, jnp.float32).reshape(shape)
-
     @cached_property
     def _cut_dim(self) -> int:
         """The dim along which devices cut the gradient."""
         entries = enumerate(self.total.device.spec)
         (dim,) = [d for d, entry in entries if entry]
         return dim
+
+    @cached_property
+    def _axes(self) -> list[str]:
+        """The axes of `_levels` along which devices exchange, in order."""
+        return [axis for axis in (LOCAL, NODE) if self._levels.shape[axis] > 1]
 
     @cached_property
     def _levels(self) -> Mesh:
@@ -130,6 +160,6 @@ class Parts:
         return Mesh(devices, (NODE, LOCAL), axis_types=types)
 
 
-def _sum(parts: Sequence[Any]) -> Any:
-    """The sum in the order of devices, so that all compilers round it alike."""
+def _sum(parts: Any) -> Any:
+    """The sum over dim 0 in its order, so that all compilers round it alike."""
     return reduce(add, list(parts))

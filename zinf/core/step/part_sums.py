@@ -1,18 +1,18 @@
 """Executables that sum gradients over devices, where each device has a part."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zinf.core.plan import Exchange
+from zinf.core.plan import PartSum
 from zinf.core.problem.problem import Problem
 from zinf.core.program import ArrayId, Program, Role
 from zinf.core.segment.executables import temporary_bytes
-from zinf.core.sharding import Layouts, Parts
+from zinf.core.sharding import ERROR_DTYPE, Layout, Layouts, Parts
 from zinf.core.step.exchange import exchange_of
 from zinf.core.step.sums import sum_dtype
 from zinf.core.topology import collectives_of, compile_for
@@ -23,17 +23,19 @@ class PartSums:
     """The sums over devices of all gradients that are parts.
 
     Attributes:
-        steps: `parts -> gradient` by the array that is written: the gradient, or one
-            contribution to it if several segments read the parameter.
-        costs: device bytes beside arguments and results, and bytes that are sent, by
-            gradient.
+        steps: `(parts, errors) -> gradient, new errors` by the array that is written:
+            the gradient, or one contribution to it if several segments read the
+            parameter.
+        costs: what each needs, by gradient.
     """
 
     steps: Mapping[ArrayId, Any]
-    costs: Mapping[ArrayId, tuple[int, Exchange]]
+    costs: Mapping[ArrayId, PartSum]
 
-    def __call__(self, target: ArrayId, parts: jax.Array) -> jax.Array:
-        return self.steps[target](parts)
+    def __call__(
+        self, target: ArrayId, parts: jax.Array, errors: Sequence[jax.Array]
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        return self.steps[target](parts, errors)
 
 
 def compile_part_sums(
@@ -49,7 +51,7 @@ def compile_part_sums(
         accumulates: parameter arrays whose gradient is a sum of several contributions.
     """
     compiled: dict[Any, Any] = {}
-    costs: dict[Any, tuple[int, Exchange]] = {}
+    costs: dict[Any, PartSum] = {}
     steps: dict[ArrayId, Any] = {}
     by_gradient = {}
     for segment in program.segments:
@@ -63,15 +65,24 @@ def compile_part_sums(
                 if key not in compiled:
                     compiled[key] = _compile(parts, wide, dtype)
                     sent = exchange_of(collectives_of(compiled[key]))
-                    costs[key] = temporary_bytes(compiled[key]), sent
+                    costs[key] = PartSum(temporary_bytes(compiled[key]), sent)
                 steps[array.of_role(role)] = compiled[key]
-            by_gradient[array.of_role(Role.GRADIENT)] = costs[parts, wide, wide]
+            errors = tuple(
+                ArrayId(Role.ERROR, array.path, array.rows, slot=slot)
+                for slot in range(len(parts.errors))
+            )
+            needed = replace(costs[parts, wide, wide], errors=errors)
+            by_gradient[array.of_role(Role.GRADIENT)] = needed
     return PartSums(steps, by_gradient)
 
 
 def _compile(parts: Parts, dtype: Any, total_dtype: Any) -> Any:
-    layout = parts.layout
-    given = jax.ShapeDtypeStruct(layout.padded, dtype, sharding=layout.device)
+    def placed(layout: Layout, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(layout.padded, dtype, sharding=layout.device)
+
+    errors = [placed(layout, ERROR_DTYPE) for layout in parts.errors]
+    results = parts.total.device, [layout.device for layout in parts.errors]
     run = partial(parts.exchange, dtype=total_dtype)
-    jitted = jax.jit(run, out_shardings=parts.total.device)
-    return compile_for(parts.mesh, jitted.lower(given))
+    jitted = jax.jit(run, out_shardings=results, donate_argnums=1)
+    given = placed(parts.layout, dtype), errors
+    return compile_for(parts.mesh, jitted.lower(*given))

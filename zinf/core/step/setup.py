@@ -241,6 +241,7 @@ class Setup:
             layers=read_by_row(source.graph, source.params),
             divided=divided_dims(source.graph, source.params, self.rule),
             indivisible={x.path for x in self.separated.leaves if not x.is_elementwise},
+            trained={x.path for x in self.separated.leaves},
         )
 
     # The machine.

@@ -62,7 +62,8 @@ class Work:
 
     Attributes:
         joint: what runs the groups of updates that run together.
-        sum_parts: `(array that is written, parts) -> sum over devices`.
+        sum_parts: `(array that is written, parts, errors) -> sum over devices, new
+            errors`.
         update: `(array update, tier, gradient, operands, decided) -> results` computes
             the new values of an array update's results.
         is_in_place: `(array update, tier)`: whether to call `update_in_place` instead
@@ -81,7 +82,7 @@ class Work:
     segments: Sequence[Segment]
     units: Sequence[UpdateUnit] = ()
     joint: Joint = field(default_factory=dict)
-    sum_parts: Callable[[ArrayId, Any], Any] = _none
+    sum_parts: Callable[[ArrayId, Any, Sequence[Any]], Any] = _none
     update: UpdateFunction = _none
     is_in_place: Callable[[ArrayUpdate, Tier], bool] = _none
     update_in_place: Callable[..., None] = _none
@@ -302,10 +303,14 @@ class _StepRun:
             self.write_computed([copy], [total])
 
     def sum_parts(self, operation: SumParts) -> None:
-        for source, target in zip(operation.parts, operation.targets, strict=True):
+        for source, target, errors in zip(
+            operation.parts, operation.targets, operation.errors, strict=True
+        ):
             parts = self.read(source, Tier.DEVICE)
-            total = self.work.sum_parts(target, parts)
-            self.write_computed([(target, Tier.DEVICE)], [total])
+            before = [self.read_there(a, Tier.DEVICE) for a in errors]
+            total, after = self.work.sum_parts(target, parts, before)
+            copies = [(a, Tier.DEVICE) for a in (target, *errors)]
+            self.write_computed(copies, [total, *after])
 
     def sum_squares(self, operation: SumSquares) -> None:
         gradients = [self.read(a, Tier.DEVICE) for a in operation.gradients]

@@ -130,9 +130,12 @@ class Streamed(AbstractPrepared):
                 code = passes.forward if is_forward else passes.backward
                 yield instruction, code, nbytes
             elif isinstance(operation, SumParts):
-                for copies in zip(operation.parts, operation.targets, strict=True):
-                    nbytes = sum(catalog.nbytes(a, Tier.DEVICE) for a in copies)
-                    yield instruction, self.part_sums.steps[copies[1]], nbytes
+                for source, target, errors in zip(
+                    operation.parts, operation.targets, operation.errors, strict=True
+                ):
+                    arrays = source, target, *errors, *errors
+                    nbytes = sum(catalog.nbytes(a, Tier.DEVICE) for a in arrays)
+                    yield instruction, self.part_sums.steps[target], nbytes
             elif isinstance(operation, Update) and operation.tier == Tier.DEVICE:
                 units = self.arranged.units
                 together, single = jointly_and_singly(operation, units, self.joint)

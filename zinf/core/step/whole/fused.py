@@ -22,7 +22,7 @@ from zinf.core.sharding import Layouts, as_cut, gather
 from zinf.core.sharding.mesh import replicated
 from zinf.core.step.sums import sum_squares
 from zinf.core.step.whole.frame import Frame
-from zinf.core.step.whole.gradients import accumulated_gradients
+from zinf.core.step.whole.gradients import accumulated_gradients, exchanged
 from zinf.core.topology import memory
 
 Arrays = Mapping[ArrayId, Any]
@@ -60,6 +60,7 @@ def compile_fused(frame: Frame) -> FusedProgram:
         params = {p: arrays[ArrayId(Role.PARAM, p)] for p in problem.params}
         seed = loss_scale / weight
         grads, losses, extra = accumulated_gradients(frame, params, batch, keys, seed)
+        grads, errors = exchanged(frame, grads, arrays)
         for path, part in own_parts.items():
             if part is not None:
                 grads[path] = as_cut(grads[path], part.device)
@@ -72,7 +73,7 @@ def compile_fused(frame: Frame) -> FusedProgram:
         ]
         norms = [norm.astype(jnp.float32) for norm in norms]
         shared, step_values = frame.step_values(scalars, losses, weight, norms)
-        new = dict(arrays)
+        new = arrays | errors
         for update in updates:
             new.update(update(arrays, grads, factor, step_values))
         kept = [jnp.where(is_finite, new[a], arrays[a]) for a in ids]

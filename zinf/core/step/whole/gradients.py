@@ -37,8 +37,8 @@ def accumulated_gradients(
 ) -> tuple[dict[str, Any], Any, Any]:
     """`(gradients, losses, extra)` of all microbatches.
 
-    Gradients are summed in the order of the microbatches, and parts of them exchanged
-    then; losses and the other outputs are stacked.
+    Gradients are summed in the order of the microbatches; losses and the other outputs
+    are stacked. Gradients in `layouts.parts` are still parts.
 
     Args:
         seed: the cotangent of each loss.
@@ -64,10 +64,26 @@ def accumulated_gradients(
 
         zeros = _zeros(frame, params)
         grads, (losses, extra) = jax.lax.scan(body, zeros, (batch, keys))
-    for path, parts in layouts.parts.items():
-        if path in grads:
-            grads[path] = parts.exchange(grads[path], grads[path].dtype)
     return grads, losses, extra
+
+
+def exchanged(
+    frame: Frame, grads: Mapping[str, Any], arrays: Mapping[ArrayId, Any]
+) -> tuple[dict[str, Any], dict[ArrayId, Any]]:
+    """The gradients in their device forms, and the new errors of their exchange.
+
+    Args:
+        grads: as `accumulated_gradients` returns them.
+        arrays: all persistent arrays, with the errors.
+    """
+    totals, new = dict(grads), {}
+    for path, parts in frame.layouts.parts.items():
+        slots = range(len(parts.errors))
+        errors = [ArrayId(Role.ERROR, path, slot=slot) for slot in slots]
+        before, dtype = [arrays[a] for a in errors], grads[path].dtype
+        totals[path], after = parts.exchange(grads[path], before, dtype)
+        new.update(zip(errors, after, strict=True))
+    return totals, new
 
 
 def _zeros(frame: Frame, params: Mapping[str, Any]) -> dict[str, Any]:
