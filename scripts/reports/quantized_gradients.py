@@ -1,11 +1,11 @@
-"""Loss curves with gradients exchanged as they are, as 4-bit integers, and with LoCo.
+"""Loss curves with gradients exchanged as they are, in 4 bits, with LoCo; 1-bit Adam.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
         python scripts/reports/quantized_gradients.py --steps 300
 
-A GPT of 3.3M parameters learns Python's standard library by bytes on 8 devices: two
-nodes of four, so that gradients are quantized twice. For each way the mean loss of the
-last 50 steps, and what it is over that of the first way.
+A GPT of 3.3M parameters learns Python's standard library by bytes on 8 devices. For
+qgZ they are two nodes of four, so that gradients are quantized twice. For each way the
+mean losses of 50 steps, and what the last is over that of the first way of its table.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
 import zinf
@@ -23,12 +22,37 @@ from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = GPTConfig(num_layers=4, num_heads=4, embed_dim=256, max_length=64)
 LAST_STEPS, BYTES = 50, 4_000_000
-QGZ = {"zero_quantized_gradients": True}
-WAYS: dict[str, dict[str, Any]] = {
-    "as they are": {},
-    "4 bits": QGZ,
-    "4 bits, LoCo": QGZ | {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
-}
+Section = dict[str, Any]
+
+
+def with_zero(**zero: Any) -> Section:
+    """ZeRO-3 in two groups, with AdamW and clipping."""
+    zero = {"stage": 3, "zero_hpz_partition_size": 4, **zero}
+    adam = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return {"zero_optimization": zero, "gradient_clipping": 1.0, "optimizer": adam}
+
+
+def with_adam(kind: str, **params: Any) -> Section:
+    """All state on every device, without clipping."""
+    optimizer = {"type": kind, "params": {"lr": 1e-3, **params}}
+    return {"mesh": {"fsdp": jax.device_count()}, "optimizer": optimizer}
+
+
+def tables() -> dict[str, dict[str, Section]]:
+    qgz = {"zero_quantized_gradients": True}
+    loco = qgz | {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+    frozen = {n: with_adam("OneBitAdam", freeze_step=n) for n in (10, 50, 100)}
+    return {
+        "qgz": {
+            "as they are": with_zero(),
+            "4 bits": with_zero(**qgz),
+            "4 bits, LoCo": with_zero(**loco),
+        },
+        "onebit": {
+            "Adam": with_adam("Adam"),
+            **{f"1-bit Adam after {n} steps": one for n, one in frozen.items()},
+        },
+    }
 
 
 def text() -> np.ndarray:
@@ -37,19 +61,16 @@ def text() -> np.ndarray:
     return np.frombuffer(content[:BYTES], np.uint8)
 
 
-def losses(zero: dict[str, Any], num_steps: int, batch: int, seed: int) -> list[float]:
-    config = {
-        "execution": "fused",
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4, **zero},
-        "gradient_clipping": 1.0,
-        "persistence_threshold": 1,
-    }
+def losses(way: Section, num_steps: int, batch: int, seed: int) -> list[float]:
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 30}}
+    warmup["params"] |= {"warmup_type": "linear", "warmup_max_lr": 1e-3}
+    config = {"execution": "fused", "persistence_threshold": 1, "scheduler": warmup}
     random, content, length = np.random.default_rng(seed), text(), SHAPE.max_length
     engine = zinf.nnx.initialize(
         next_token_loss,
         lambda: GPT(SHAPE, rngs=nnx.Rngs(seed)),
-        optax.adamw(optax.warmup_constant_schedule(0.0, 1e-3, 30)),
-        config,
+        None,
+        config | way,
     )
     found = []
     with engine:
@@ -65,16 +86,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tables", nargs="+", default=list(tables()))
     asked = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.device_count()} devices")
-    first = None
-    for name, zero in WAYS.items():
-        curve = losses(zero, asked.steps, asked.batch, asked.seed)
-        last = float(np.mean(curve[-LAST_STEPS:]))
-        first = first or last
-        every = np.array_split(curve, asked.steps // LAST_STEPS or 1)
-        means = " ".join(f"{np.mean(part):.4f}" for part in every)
-        print(f"{name}: {means}; {100 * (last / first - 1):+.2f}%", flush=True)
+    for table in asked.tables:
+        first = None
+        for name, way in tables()[table].items():
+            curve = losses(way, asked.steps, asked.batch, asked.seed)
+            last = float(np.mean(curve[-LAST_STEPS:]))
+            first = first or last
+            every = np.array_split(curve, asked.steps // LAST_STEPS or 1)
+            means = " ".join(f"{np.mean(part):.4f}" for part in every)
+            print(f"{name}: {means}; {100 * (last / first - 1):+.2f}%", flush=True)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,22 @@ class AdamParams(BetaParams):
             yield ("weight_decay",), f"{text}. With torch_adam, give it."
 
 
+class OneBitAdamParams(OptimizerParams):
+    """1-bit Adam: Adam without bias correction, and then by signs of momenta."""
+
+    UNREAD = OptimizerParams.UNREAD | TABLE["optimizer.params of OneBitAdam"]
+
+    betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
+    """Decay rates per step of the first and the second moment."""
+
+    eps: Auto[NonNegative] = 1e-8
+    """Added to the root of the second moment."""
+
+    freeze_step: Auto[Count] = 100_000
+    """Updates after which the second moment stays, and devices average the signs of
+    their momenta, at stage 0. Too early, training diverges."""
+
+
 class SGDParams(OptimizerParams):
     """SGD as in torch: momentum is a sum of gradients, weight decay an L2 penalty."""
 
@@ -185,9 +201,10 @@ class Optimizer(TypedSection):
         "GaLore": GaLoreParams,
         "Lamb": LambParams,
         "Muon": MuonParams,
+        "OneBitAdam": OneBitAdamParams,
     }
     ANY = OptimizerParams
-    NOT_YET = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+    NOT_YET = ("ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
 
     params: SerializeAsAny[OptimizerParams]
     """The parameters of that type."""

@@ -94,6 +94,33 @@ def _mesh(config: Settings) -> Iterator[Violation]:
         yield asked[0], text
 
 
+def _one_bit(config: Settings) -> Iterator[Violation]:
+    """What OneBitAdam cannot be with, as in DeepSpeed or not yet."""
+    params, kind = config.one_bit, ("optimizer", "type")
+    if params is None:
+        return
+    if config.stage:
+        text = "OneBitAdam needs all state on every device, and zero_optimization.stage"
+        yield kind, f"{text} is {config.stage}. Set it to 0, or use Adam."
+    if config.clip_norm is not None:
+        text = (
+            "OneBitAdam does not clip: after freeze_step DeepSpeed clips the gradient"
+        )
+        yield kind, f"{text} of each device by its own norm. Remove gradient_clipping."
+    if config.may_skip:
+        text = "OneBitAdam keeps what was lost of momenta, also of those that fp16 or"
+        yield kind, f"{text} skip_nonfinite may skip or scale anew. Use bf16 alone."
+    tiers = {config.param_tier, config.optimizer_tier}
+    if config.execution not in ("auto", "fused") or not tiers <= {None, Tier.DEVICE}:
+        text = "OneBitAdam runs in fused steps, with everything on the device"
+        yield kind, f"{text}. Use execution: fused, without offloading."
+    is_given = "steps" in config.run.model_fields_set
+    if is_given and config.run.steps and params.freeze_step >= config.run.steps:
+        path = ("optimizer", "params", "freeze_step")
+        text = f"is {params.freeze_step:,}, and the run ends at step"
+        yield path, f"{text} {config.run.steps:,}. Lower it, or use Adam."
+
+
 def _execution(config: Settings) -> Iterator[Violation]:
     """A fused step with a tier to stream to; a segment larger than the device."""
     execution, segment, memory = config.execution, config.segment, config.memory
@@ -404,6 +431,7 @@ RULES: tuple[Callable[[Settings], Iterator[Violation]], ...] = (
     _memory,
     _mesh,
     _execution,
+    _one_bit,
     _training,
     _model,
     _lengths,

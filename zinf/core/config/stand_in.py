@@ -12,7 +12,6 @@ _COMPRESSED = "cuda_aware comm_backend_name"
 STAND_INS = {
     # These approximate the other optimizer with fewer bytes exchanged. The parameters
     # that control the approximation are dropped.
-    "OneBitAdam": ("Adam", f"freeze_step {_COMPRESSED}"),
     "ZeroOneAdam": (
         "Adam",
         "var_freeze_step var_update_scaler local_step_scaler local_step_clipper "

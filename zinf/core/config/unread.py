@@ -305,6 +305,13 @@ bias_correction=true: Moments without bias correction; leave it true.
 fp32_optimizer_states=true: Moments in the compute dtype; set moments to bfloat16
   instead.
 
+[optimizer.params of OneBitAdam] without meaning under XLA
+cuda_aware comm_backend_name: XLA sends the signs.
+bias_correction: DeepSpeed's OneBitAdam reads this key and never uses it.
+
+[optimizer.params of OneBitAdam] unsupported
+eps_inside_sqrt=false: It adds eps to the root, as DeepSpeed's does.
+
 [optimizer.params of SGD] unsupported
 dampening: Dampened momentum; leave it 0.
 

@@ -671,7 +671,7 @@ class Engine:
         waited = perf_counter() - start
         self._reset_errors()
         self.stores.reset_peaks()
-        record = self.last_step = StepRecord()
+        record = self.last_step = StepRecord(number=self.num_steps)
         advance = self._scalars.advance()
         with self._condition.updating(f"Step {self.num_steps + 1}", record):
             outcome = runner.step(

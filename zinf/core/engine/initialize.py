@@ -20,7 +20,7 @@ from zinf.core.problem.arguments import check_arguments
 from zinf.core.problem.problem import Problem, make_problem
 from zinf.core.problem.user_loss import UserLoss
 from zinf.core.process.jax_modes import Modes
-from zinf.core.sharding import AxisRule, Blocks, Nibbles, axis_rule
+from zinf.core.sharding import AxisRule, Blocks, Nibbles, Signs, axis_rule
 from zinf.core.sharding.axes import rewritten
 from zinf.core.sharding.mesh import TENSOR, axis_size, first_cpu, local_devices
 from zinf.core.step.attention import AttentionRows, place_of, with_rows
@@ -197,6 +197,7 @@ def make_planner(
         encoding=Blocks() if config.quantizes_weights else None,
         cuts_experts=_cuts_experts(config, mesh),
         gradient_encoding=_gradient_encoding(config),
+        signs=_signs(config) if is_of_config else None,
     )
     with modes.own():
         problem = make_problem(
@@ -215,6 +216,12 @@ def make_planner(
         key = None if rng is None else jax.eval_shape(lambda: rng)
     group = _alone() if group is None else group
     return Planner(problem, separated, config, rule, key, rows, group, topology)
+
+
+def _signs(config: Config) -> Signs | None:
+    """How momenta are averaged by their signs; None: gradients are averaged."""
+    params = config.one_bit
+    return None if params is None else Signs(params.betas[0], params.freeze_step)
 
 
 def _gradient_encoding(config: Config) -> Nibbles | None:

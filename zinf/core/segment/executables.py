@@ -21,8 +21,8 @@ from zinf.core.segment.parts import PartialSums
 from zinf.core.segment.passes import BodyPasses
 from zinf.core.segment.row_sums import Lookup, find_lookups, leave_as_rows
 from zinf.core.sharding import (
+    AbstractParts,
     Layout,
-    Parts,
     cut,
     gather,
     placed_layout,
@@ -63,7 +63,7 @@ class BodyExecutables(BodyPasses):
     inputs: tuple[Layout, ...]
     num_blocks: int = 1
     accumulates: tuple[bool, ...] = ()
-    parts: tuple[Parts | None, ...] = ()
+    parts: tuple[AbstractParts | None, ...] = ()
     abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
 
     def __post_init__(self) -> None:

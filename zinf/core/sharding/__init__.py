@@ -3,7 +3,6 @@
 from zinf.core.sharding.encoding import Blocks, Nibbles
 from zinf.core.sharding.layout import Box, Layout, intersection, relative
 from zinf.core.sharding.layouts import (
-    ERROR_DTYPE,
     ArrayEntry,
     Layouts,
     batch_dims,
@@ -14,17 +13,18 @@ from zinf.core.sharding.layouts import (
     whole_layout,
 )
 from zinf.core.sharding.mesh import Dim
-from zinf.core.sharding.parts import Parts
+from zinf.core.sharding.parts import AbstractParts, Parts
 from zinf.core.sharding.rule import (
     AxisRule,
     axis_rule,
     num_batch_shares,
     num_data_parallel,
 )
+from zinf.core.sharding.signs import Signs
 from zinf.core.sharding.wire import as_cut, cut, gather
 
 __all__ = [
-    "ERROR_DTYPE",
+    "AbstractParts",
     "ArrayEntry",
     "AxisRule",
     "Blocks",
@@ -34,6 +34,7 @@ __all__ = [
     "Layouts",
     "Nibbles",
     "Parts",
+    "Signs",
     "as_cut",
     "axis_rule",
     "batch_dims",

@@ -7,16 +7,16 @@ from math import prod
 from types import MappingProxyType
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zinf.core.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role, Rows
 from zinf.core.sharding.layout import Layout
 from zinf.core.sharding.mesh import Dim, make_mesh, replicated
-from zinf.core.sharding.parts import Parts
+from zinf.core.sharding.parts import AbstractParts, Parts
 from zinf.core.sharding.rule import STATE_STAGE, AxisRule, axis_rule
+from zinf.core.sharding.signs import SignedParts
 
-# Errors are added to numbers that are rounded to four bits.
-ERROR_DTYPE, ERROR_BYTES = "bfloat16", 2
 ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -57,7 +57,7 @@ class Layouts:
     arrays: Mapping[ArrayId, ArrayEntry]
     gradients: Mapping[str, Layout]
     values: Mapping[str, Layout]
-    parts: Mapping[str, Parts] = field(default_factory=dict)
+    parts: Mapping[str, AbstractParts] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -76,7 +76,7 @@ class Layouts:
                 return self.parts[array.path].piece(array.rows).layout
         return self.arrays[array.whole].layout.piece(array.rows)
 
-    def parts_of(self, array: ArrayId) -> Parts | None:
+    def parts_of(self, array: ArrayId) -> AbstractParts | None:
         """How the gradient of a parameter, or of rows of it, may be parts."""
         found = self.parts.get(array.path)
         return None if found is None else found.piece(array.rows)
@@ -281,13 +281,17 @@ def persistent_layouts(
                 parts[array.path] = one
                 for slot, error in enumerate(one.errors):
                     its = ArrayId(Role.ERROR, array.path, slot=slot)
-                    kind = ArraySpec(error.shape, ERROR_DTYPE, ERROR_BYTES)
+                    size = jnp.dtype(one.error_dtype).itemsize
+                    kind = ArraySpec(error.shape, one.error_dtype, size)
                     arrays[its] = ArrayEntry(kind, error)
     return Layouts(rule, arrays, gradients, {}, parts)
 
 
-def _parts(total: Layout, rule: AxisRule) -> Parts | None:
+def _parts(total: Layout, rule: AxisRule) -> AbstractParts | None:
     """How devices exchange parts of a gradient; None if encoding saves no bytes."""
+    if rule.signs is not None:
+        is_worth_it = rule.signs.is_worth_it(total, rule.mesh.size)
+        return SignedParts(total, rule.signs) if is_worth_it else None
     encoding = rule.gradient_encoding
     if encoding is None or total.is_gathered or len(total.shape) < 2:
         return None

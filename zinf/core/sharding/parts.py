@@ -7,11 +7,12 @@ rows that it keeps. Wang et al. 2023, "ZeRO++", section 3.3: what is sent is qua
 first within a node, and between nodes only the sums of each node.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -27,22 +28,22 @@ DEVICE_DIM = 1
 
 
 @dataclass(frozen=True)
-class Parts:
+class AbstractParts(ABC):
     """The parts of one gradient, and how devices exchange them.
 
     The parts are one array (rows, devices, ...) for a gradient (rows, ...): device i
     has entry i of dim 1.
 
     Attributes:
-        total: the layout of the gradient, which all devices cut along one dim.
-        encoding: what is sent; every number is quantized once for each level.
-        node_size: devices that exchange first, neighbours in the order of the mesh;
-            their number, or 1, makes one level.
+        total: the layout of the gradient.
+        error_dtype: of the errors of exchanges.
+        state: optax's name of the optimizer state that an exchange reads; empty: none.
     """
 
     total: Layout
-    encoding: Nibbles
-    node_size: int
+
+    error_dtype: ClassVar[str]
+    state: ClassVar[str] = ""
 
     @property
     def mesh(self) -> Mesh:
@@ -53,10 +54,48 @@ class Parts:
     def layout(self) -> Layout:
         """The layout of the parts."""
         rows, *rest = self.total.shape
-        shape = (rows, self.mesh.size, *rest)
+        whole = (rows, self.mesh.size, *rest)
         spec = PartitionSpec(None, self.mesh.axis_names)
         sharding = NamedSharding(self.mesh, spec)
-        return Layout(shape, shape, sharding, sharding)
+        return Layout(whole, whole, sharding, sharding)
+
+    @property
+    @abstractmethod
+    def errors(self) -> tuple[Layout, ...]:
+        """The layouts of the errors, what exchanges lost; none if nothing is kept."""
+
+    @abstractmethod
+    def exchange(
+        self, parts: Any, errors: Sequence[Any], dtype: Any, state: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """The gradient in its device form, and the new errors; traceable.
+
+        Args:
+            errors: in the layouts of `errors`.
+            dtype: of the gradient; sums are in float32.
+            state: whole, before the step, if `self.state` names one.
+        """
+
+    def piece(self, rows: Rows) -> Self:
+        """The parts of these rows of the gradient."""
+        return replace(self, total=self.total.piece(rows))
+
+
+@dataclass(frozen=True)
+class Parts(AbstractParts):
+    """Parts that devices exchange in few bits; each gets the sums of its own rows.
+
+    Attributes:
+        total: all devices cut it along one dim.
+        encoding: what is sent; every number is quantized once for each level.
+        node_size: devices that exchange first, neighbours in the order of the mesh;
+            their number, or 1, makes one level.
+    """
+
+    encoding: Nibbles
+    node_size: int
+    # Errors are added to numbers that are rounded to four bits.
+    error_dtype: ClassVar[str] = "bfloat16"
 
     @cached_property
     def errors(self) -> tuple[Layout, ...]:
@@ -72,19 +111,9 @@ class Parts:
         shapes = [(rows, self.mesh.size, n, *rest) for n in counts[: len(self._axes)]]
         return tuple(replace(self.layout, shape=x, padded=x) for x in shapes)
 
-    def piece(self, rows: Rows) -> "Parts":
-        """The parts of these rows of the gradient."""
-        return replace(self, total=self.total.piece(rows))
-
     def exchange(
-        self, parts: Any, errors: Sequence[Any], dtype: Any
+        self, parts: Any, errors: Sequence[Any], dtype: Any, state: Any = None
     ) -> tuple[Any, list[Any]]:
-        """The gradient in its device form, and the new errors; traceable.
-
-        Args:
-            errors: in the layouts of `errors`.
-            dtype: of the gradient; sums are in float32.
-        """
         mesh, entry = self._levels, (NODE, LOCAL)
         before = PartitionSpec(None, entry)
         after = PartitionSpec(*[None] * self._cut_dim, entry)

@@ -33,6 +33,7 @@ from zinf.core.sharding.mesh import (
     axis_size,
     local_devices,
 )
+from zinf.core.sharding.signs import Signs
 
 STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
 # A shard narrower than this along the last dim wastes lanes of a TPU.
@@ -56,6 +57,7 @@ class AxisRule:
         gradient_encoding: what parts of gradients are sent as; None leaves sums over
             devices to the compiler.
         node_size: devices that exchange parts of gradients first.
+        signs: how momenta are averaged by their signs, in place of gradients.
         divided: dims of the arrays that their own axes cut in every form of the array,
             such as `Dim.EXPERTS`. ZeRO cuts the arrays along the other axes alone,
             since devices along `expert` have other experts (DeepSpeed-MoE's expert-data
@@ -70,6 +72,7 @@ class AxisRule:
     cuts_experts: bool = False
     gradient_encoding: Nibbles | None = None
     node_size: int = 1
+    signs: Signs | None = None
     divided: frozenset[Dim] = frozenset()
 
     def dividing(self, dims: Iterable[Dim]) -> "AxisRule":
@@ -172,6 +175,7 @@ def axis_rule(
     encoding: Blocks | None = None,
     cuts_experts: bool = False,
     gradient_encoding: Nibbles | None = None,
+    signs: Signs | None = None,
 ) -> AxisRule:
     """The rule of a ZeRO stage on a mesh.
 
@@ -199,9 +203,14 @@ def axis_rule(
             _check_within_processes(mesh, others, f"{what} is on", instead)
     if not axes_of(mesh, Dim.ROWS):
         encoding = gradient_encoding = None
+    if mesh.size == 1:
+        signs = None
+    if signs is not None:
+        _check_exchange(mesh, "OneBitAdam averages momenta")
     node_size = 1
     if gradient_encoding is not None:
-        _check_exchange(mesh, gathers_in_group)
+        what = "zero_quantized_gradients exchanges gradients"
+        _check_exchange(mesh, what, spans_replicas=gathers_in_group)
         node_size = mesh.shape[FSDP] if gathers_in_group else _process_size(mesh)
     return AxisRule(
         mesh,
@@ -212,22 +221,26 @@ def axis_rule(
         cuts_experts,
         gradient_encoding,
         node_size,
+        signs,
     )
 
 
-def _check_exchange(mesh: Mesh, gathers_in_group: bool) -> None:
-    """Raise unless every device has other examples, and keeps other state."""
+def _check_exchange(mesh: Mesh, what: str, *, spans_replicas: bool = False) -> None:
+    """Raise unless every device has other examples, and all exchange with each other.
+
+    Args:
+        what: begins the message.
+    """
     others = [axis.name for axis in INNER_AXES]
-    if not gathers_in_group:
+    if not spans_replicas:
         others.append(REPLICA)
     found = [name for name in others if mesh.shape.get(name, 1) > 1]
     if found:
         sizes = " and ".join(f"mesh.{name} = {mesh.shape[name]}" for name in found)
         raise NotImplementedError(
-            "zero_quantized_gradients exchanges gradients among all devices, each of "
-            "which has other examples and keeps other rows. It does not work yet with "
-            f"{sizes}. Set mesh.fsdp alone, or zero_hpz_partition_size, or leave it "
-            "false."
+            f"{what} among all devices, each of which has other examples. It does not "
+            f"work yet with {sizes}. Set mesh.fsdp alone, for zero_quantized_gradients "
+            "also zero_hpz_partition_size, or do without."
         )
 
 

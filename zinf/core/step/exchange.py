@@ -44,7 +44,7 @@ def segment_exchanges(segments: Sequence[Segment]) -> list[tuple[Exchange, Excha
 def exchange_in_words(
     trained: Sequence[str], layouts: Layouts, in_parts: Collection[str]
 ) -> str:
-    """A sentence on which gradients devices exchange as 4-bit integers, and why not.
+    """A sentence on which gradients devices exchange in few bits, and why not others.
 
     Args:
         trained: the paths of the trained leaves.
@@ -63,4 +63,8 @@ def exchange_in_words(
     ]
     rest = f"; as they are, {' and '.join(plain)}" if plain else ""
     count = len(trained) - len(small) - len(others)
+    signs = layouts.rule.signs
+    if signs is not None:
+        after = f"After {signs.freeze_step:,} updates, momenta"
+        return f"{after} of {count} leaves are averaged by their signs{rest}."
     return f"Gradients of {count} leaves are exchanged as 4-bit integers{rest}."

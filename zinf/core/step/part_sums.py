@@ -12,7 +12,7 @@ from zinf.core.plan import PartSum
 from zinf.core.problem.problem import Problem
 from zinf.core.program import ArrayId, Program, Role
 from zinf.core.segment.executables import temporary_bytes
-from zinf.core.sharding import ERROR_DTYPE, Layout, Layouts, Parts
+from zinf.core.sharding import AbstractParts, Layout, Layouts
 from zinf.core.step.exchange import exchange_of
 from zinf.core.step.sums import sum_dtype
 from zinf.core.topology import collectives_of, compile_for
@@ -76,11 +76,11 @@ def compile_part_sums(
     return PartSums(steps, by_gradient)
 
 
-def _compile(parts: Parts, dtype: Any, total_dtype: Any) -> Any:
+def _compile(parts: AbstractParts, dtype: Any, total_dtype: Any) -> Any:
     def placed(layout: Layout, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(layout.padded, dtype, sharding=layout.device)
 
-    errors = [placed(layout, ERROR_DTYPE) for layout in parts.errors]
+    errors = [placed(layout, parts.error_dtype) for layout in parts.errors]
     results = parts.total.device, [layout.device for layout in parts.errors]
     run = partial(parts.exchange, dtype=total_dtype)
     jitted = jax.jit(run, out_shardings=results, donate_argnums=1)

@@ -20,6 +20,7 @@ from zinf.core.config.optimizer import (
     LambParams,
     LionParams,
     MuonParams,
+    OneBitAdamParams,
     Optimizer,
     OptimizerParams,
     SGDParams,
@@ -30,6 +31,7 @@ from zinf.core.optim.average import with_ema
 from zinf.core.optim.transforms.rules import (
     scale_by_adagrad,
     scale_by_clipped_trust_ratio,
+    scale_by_frozen_adam,
     scale_by_muon,
 )
 from zinf.core.optim.transforms.schedules import beta_of, schedule_of
@@ -89,6 +91,9 @@ def _without_average(
             is_decoupled = optimizer.type == "AdamW" or params.adam_w_mode
             rule = _adam(params, config)
             return _chain(rule, params, schedule, is_decoupled=is_decoupled)
+        case OneBitAdamParams():
+            rest = {"eps": params.eps, "freeze_step": params.freeze_step}
+            return _chain(scale_by_frozen_adam(*params.betas, **rest), params, schedule)
         case SGDParams():
             has_momentum = params.momentum > 0
             trace = optax.trace(params.momentum, nesterov=params.nesterov)

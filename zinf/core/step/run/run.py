@@ -99,6 +99,7 @@ class StepRecord:
 
     Attributes:
         plan: the plan that ran.
+        number: the number of steps before this one.
         timeline: when each instruction of the plan ran; None if the step is not
             complete.
         has_updated: an update from this step's own gradients was begun.
@@ -107,6 +108,7 @@ class StepRecord:
     """
 
     plan: Plan | None = None
+    number: int = 0
     decision: Decision | None = None
     has_updated: bool = False
     is_mixed: bool = False
@@ -161,7 +163,7 @@ def run_alone(
     Args:
         decided: the decision and step values of updates, instead of those of a step.
     """
-    record = StepRecord(plan, decided.decision)
+    record = StepRecord(plan, decision=decided.decision)
     run = _StepRun(work, stores, seeds, record, plan)
     run.step_values = decided.step_values
     run.execute(instruction)

@@ -158,7 +158,8 @@ class FusedRunner(WholeRunner):
             batches, keys, *scalars = inputs
             placed = *self.placed(batches, self.spec, keys), *scalars
             record.is_mixed = True
-            results, outputs = self.program.step(arrays, *placed)
+            step = self.program.at(record.number)
+            results, outputs = step(arrays, *placed)
             del arrays
             for array, content in zip(self.program.arrays, results, strict=True):
                 device.write(array, content).result()

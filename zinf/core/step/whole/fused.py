@@ -7,7 +7,7 @@ are sharded like the optimizer state before the update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,16 +30,41 @@ Arrays = Mapping[ArrayId, Any]
 
 @dataclass(frozen=True)
 class FusedProgram:
-    """The compiled step; its only group of arrays is all of `arrays` (`Frame`)."""
+    """The compiled step; its only group of arrays is all of `arrays` (`Frame`).
+
+    Attributes:
+        warm_up: the first steps run this program instead, as many as `warm_up_steps`.
+    """
 
     step: jax.stages.Compiled
     arrays: tuple[ArrayId, ...]
     workspace_bytes: int
     flops: int
+    warm_up: jax.stages.Compiled | None = None
+    warm_up_steps: int = 0
+
+    def at(self, number: int) -> jax.stages.Compiled:
+        """The program of a step, by the number of steps before it."""
+        if self.warm_up is None or number >= self.warm_up_steps:
+            return self.step
+        return self.warm_up
 
 
 def compile_fused(frame: Frame) -> FusedProgram:
     """Compiles the fused step for one mesh and shape of microbatch."""
+    program, signs = _compile(frame), frame.layouts.rule.signs
+    if signs is None:
+        return program
+    warm_up = _compile(replace(frame, layouts=replace(frame.layouts, parts={})))
+    return replace(
+        program,
+        warm_up=warm_up.step,
+        warm_up_steps=signs.freeze_step,
+        workspace_bytes=max(program.workspace_bytes, warm_up.workspace_bytes),
+    )
+
+
+def _compile(frame: Frame) -> FusedProgram:
     problem, separated, layouts = frame.problem, frame.separated, frame.layouts
     updates = _leaf_updates(problem, separated, layouts)
     own_parts = {

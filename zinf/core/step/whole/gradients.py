@@ -77,11 +77,15 @@ def exchanged(
         arrays: all persistent arrays, with the errors.
     """
     totals, new = dict(grads), {}
+    leaves = {leaf.path: leaf for leaf in frame.separated.leaves}
     for path, parts in frame.layouts.parts.items():
         slots = range(len(parts.errors))
         errors = [ArrayId(Role.ERROR, path, slot=slot) for slot in slots]
         before, dtype = [arrays[a] for a in errors], grads[path].dtype
-        totals[path], after = parts.exchange(grads[path], before, dtype)
+        state = None
+        if parts.state:
+            state = arrays[leaves[path].named_states()[parts.state].array(path)]
+        totals[path], after = parts.exchange(grads[path], before, dtype, state)
         new.update(zip(errors, after, strict=True))
     return totals, new
 
@@ -206,8 +210,8 @@ def _in_parts(
             f"the gradients of {len(missing)} leaves ({', '.join(missing[:MAX_NAMED])}"
             f"{', ...' if len(missing) > MAX_NAMED else ''}) are no sums over examples "
             "in the program of a whole step, for instance because a loop over layers "
-            "makes them, so zero_quantized_gradients cannot exchange parts of them. A "
-            "streamed step unrolls such loops."
+            "makes them, so no parts of them can be exchanged. Call layers one by one, "
+            "or, with zero_quantized_gradients, stream: a streamed step unrolls loops."
         )
     spec = PartitionSpec(layouts.mesh.axis_names)
     leaves = sums.run(jax.tree.leaves(arguments), NamedSharding(layouts.mesh, spec))
