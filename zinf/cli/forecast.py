@@ -187,6 +187,9 @@ def _print_table(
         for why in dict.fromkeys(each.why for each in fitting):
             sizes = [str(each.batch_size) for each in fitting if each.why == why]
             tell(f"A batch of {', '.join(sizes)}: {why}")
+        for each in fitting:
+            if each.experts_note is not None:
+                tell(f"A batch of {each.batch_size}: {each.experts_note}")
     for size in (x for x in found if isinstance(x, Unfit)):
         tell(f"a batch of {size.batch_size:,} does not fit: {size.reason}")
 

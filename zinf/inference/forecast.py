@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zinf.core.plan import InfeasibleError, Link, Plan
+from zinf.core.plan import FetchChosen, InfeasibleError, Link, Plan, show_bytes
 from zinf.core.program import Role, Tier
 from zinf.core.step.forward import Forward
 from zinf.inference.choose import fused_or_not
@@ -107,6 +107,32 @@ class Forecast:
         busy = timeline.busy_seconds(plan.instructions)
         return max(busy, key=lambda link: busy[link])
 
+    @property
+    def experts_note(self) -> str | None:
+        """What is assumed of experts that are read on demand; None if none are."""
+        if self.fused is not None:
+            return None
+        chosen = self.made.decode.segmented.program.chosen
+        if not chosen:
+            return None
+        number = self.made.decode.num_microbatches
+        reads = sum(each.expected_reads(m) for each in chosen for m in range(number))
+        whole = sum(each.num_experts for each in chosen)
+        fetches = [
+            each.operation
+            for each in self.made.decode.plan.instructions
+            if isinstance(each.operation, FetchChosen)
+        ]
+        nbytes = sum(each.expected_bytes for each in fetches)
+        slots = {each.slots: each.num_slots for each in chosen}
+        return (
+            f"{show_bytes(nbytes)} of experts are assumed to be read for a token of "
+            f"each sequence: {reads:,.1f} of the {whole:,} experts of {len(chosen)} "
+            f"layers, with {sum(slots.values()):,} slots for those used last. All "
+            "experts are assumed to be equally likely, and slots in use for long. Text "
+            "about one subject reads less, the first tokens more."
+        )
+
     def bytes_of(self, link: Link) -> int:
         """Bytes that one decoded token of each sequence moves over a link."""
         if self.fused is not None:
@@ -147,6 +173,7 @@ def forecasts(
     longest = planner.decoder.max_length
     check_length(prompt_length, max_new_tokens, longest, "The prompt")
     made: dict[Shape, Generation | InfeasibleError] = {}
+    whole: dict[Shape, Generation] = {}
     modes: dict[Shape, tuple[FusedPrograms | None, str]] = {}
     pace = pace or Pace()
 
@@ -161,6 +188,10 @@ def forecasts(
             if isinstance(found, InfeasibleError):
                 return Unfit(batch_size, found)
             count = -(-batch_size // rows)
+            if (suited := planner.suited(found, count)) is not None:
+                if shape not in whole:
+                    whole[shape] = suited.plan(shape)
+                found = whole[shape]
             if count > 1:
                 found = planner.repeated(found, count)
             if shape not in modes:

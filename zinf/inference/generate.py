@@ -20,7 +20,7 @@ from zinf.core.program import ArraySpec, Tier
 from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.forward import Forward
 from zinf.core.step.run.passes import Passes
-from zinf.core.step.run.run import StepRecord, Work
+from zinf.core.step.run.run import StepRecord
 from zinf.inference.generation import (
     AbstractGeneration,
     Job,
@@ -65,10 +65,13 @@ class StreamedGeneration(AbstractGeneration):
         most = len(requests) if job.batch_size is None else job.batch_size
         count = min(len(requests), most)
         wanted = -(-count // self.shape.rows)
-        make = partial(self.planner.most, self.one, wanted)
-        planned = kept((self.shape, wanted), make)
+        planner, one = self.planner, self.one
+        if (suited := planner.suited(one, wanted)) is not None:
+            make = partial(suited.plan, self.shape)
+            planner, one = suited, kept((self.shape, "whole experts"), make)
+        planned = kept((self.shape, wanted), partial(planner.most, one, wanted))
         count = min(count, self.shape.rows * planned.num_microbatches)
-        run = _Run(self.planner, planned, requests, count, job)
+        run = _Run(planner, planned, requests, count, job)
         job.current.leave()
         try:
             run.fill_caches()
@@ -371,7 +374,10 @@ class _Run:
 
 
 class _Program:
-    """Runs one program; its constants are on the device in the `with` block."""
+    """Runs one program; its constants are on the device in the `with` block.
+
+    So are experts that it reads on demand, as long as there are slots for them.
+    """
 
     def __init__(self, forward: Forward, stores: Stores):
         self.forward = forward
@@ -385,6 +391,7 @@ class _Program:
         )
 
     def __enter__(self) -> "_Program":
+        self.work = self.passes.work()
         self.passes.put_consts()
         return self
 
@@ -392,9 +399,8 @@ class _Program:
         self.passes.free_consts()
 
     def run(self, inputs: Sequence[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
-        record, passes = StepRecord(), self.passes
-        work = Work(segments=passes.segments, layouts=passes.layouts)
-        outputs = passes.run_on(self.forward.plan, work, inputs, (), None, record)
+        record, plan = StepRecord(), self.forward.plan
+        outputs = self.passes.run_on(plan, self.work, inputs, (), None, record)
         if record.interrupted:
             raise KeyboardInterrupt
         return outputs

@@ -129,6 +129,7 @@ class GenerationPlanner:
         execution: as in a config; "streamed" never fuses.
         scores: what is told of drawn tokens; None for nothing.
         num_guesses: guesses of each sequence that a decode checks. See `Drafts`.
+        whole_experts: never read those experts alone that tokens chose.
 
     Raises:
         NotImplementedError: the planner is for several devices, or the decoder cannot
@@ -144,6 +145,7 @@ class GenerationPlanner:
     execution: str = "auto"
     scores: Scores | None = None
     num_guesses: int = 0
+    whole_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.num_guesses:
@@ -220,6 +222,19 @@ class GenerationPlanner:
                 return replace(made, prefill=prefill, decode=decode, prefixes=prefixes)
             tiers = self._tiers_from(decode)
 
+    def suited(
+        self, made: Generation, num_microbatches: int
+    ) -> "GenerationPlanner | None":
+        """What plans programs for so many microbatches, if they are not to be `made`.
+
+        The tokens of many sequences choose about all experts, which are then better
+        read ahead. The tokens of each are the same, to the bit.
+        """
+        programs = made.prefill, made.decode
+        if all(each.is_worthwhile(num_microbatches) for each in programs):
+            return None
+        return replace(self, whole_experts=True)
+
     def prefix(self, made: Generation, num_microbatches: int) -> Forward:
         """The prefill of the first microbatches, while the caches of all rest."""
         if num_microbatches not in made.prefixes:
@@ -282,6 +297,7 @@ class GenerationPlanner:
             batch,
             self.at_rest,
             caches=Cached(outputs, tuple(tiers)),
+            whole_experts=self.whole_experts,
         )
 
     def _read(self, *arguments: Any, axes: Any, length: int) -> tuple[Any, Any]:

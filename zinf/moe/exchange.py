@@ -39,8 +39,9 @@ from zinf.core.sharding import Dim
 from zinf.core.sharding.axes.experts import ExpertParts, num_expert_parts
 from zinf.core.sharding.axes.tensor import cut_expert
 from zinf.core.sharding.mesh import AXES, DIM_AXES, EXPERT, TENSOR, axis_size
+from zinf.moe.blocks import ExpertFunction, queues, rows_at
 from zinf.moe.gating import NO_EXPERT, Capacity
-from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
+from zinf.moe.loop import in_blocks
 
 # The name of what devices have got from each other, for policies of `jax.checkpoint`.
 EXCHANGED = "zinf.exchanged"

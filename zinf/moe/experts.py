@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zinf.core.sharding.axes.experts import current_mesh
+from zinf.moe.blocks import ExpertFunction
 from zinf.moe.exchange import check_divides, divided
 from zinf.moe.gating import Capacity
-from zinf.moe.loop import ExpertFunction, in_blocks
+from zinf.moe.loop import in_blocks
 
 DEFAULT_BLOCK = 128
 

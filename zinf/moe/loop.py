@@ -5,85 +5,18 @@ backend. `jax.lax.ragged_dot` fits matrix products only, and computes every expe
 every row on CPUs (`scripts/bench/bench_experts.py` compares). MegaBlocks
 (https://arxiv.org/abs/2211.15841) has the idea, as block-sparse products on GPUs.
 
-Shape suffixes:
-  T  tokens            E  experts
-  D  width of a token  N  routes: T * k, the choices of all tokens
-  k  choices a token   P  places: routes sorted by expert, padded to whole blocks
+The shape suffixes are those of `zinf/moe/blocks.py`.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
-ExpertFunction = Callable[[Any, jax.Array], jax.Array]
-
-
-class Queues(NamedTuple):
-    """Routes in the order of their experts, each expert's in the order of tokens.
-
-    Attributes:
-        order: the number of each route.
-        owner: the expert of each route; the number of experts if it has none. Routes
-            without an expert come last.
-        rank: the place of each route in the queue of its expert.
-        counts: the routes of each expert.
-    """
-
-    order: Int[Array, " N"]
-    owner: Int[Array, " N"]
-    rank: Int[Array, " N"]
-    counts: Int[Array, " E"]
-
-
-def queues(choice: Int[Array, "T k"], num_experts: int) -> Queues:
-    """The queue of each expert; a choice out of range is no expert."""
-    flat_N = choice.reshape(-1)
-    # Routes without an expert are sorted behind all experts, and have no place.
-    is_expert = (flat_N >= 0) & (flat_N < num_experts)
-    flat_N = jnp.where(is_expert, flat_N, num_experts).astype(jnp.int32)
-    counts_E = jnp.zeros(num_experts + 1, jnp.int32).at[flat_N].add(1)[:num_experts]
-    order_N = jnp.argsort(flat_N, stable=True).astype(jnp.int32)
-    owner_N = flat_N[order_N]
-    starts_E = jnp.cumsum(counts_E, dtype=jnp.int32) - counts_E
-    known_N = jnp.minimum(owner_N, num_experts - 1)
-    rank_N = jnp.arange(choice.size, dtype=jnp.int32) - starts_E[known_N]
-    return Queues(order_N, owner_N, rank_N, counts_E)
-
-
-def _blocks(
-    choice: jax.Array, num_experts: int, block: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes sorted by expert, each expert's padded to whole blocks.
-
-    Returns:
-        routes_P: the route in each place; N where there is none.
-        owners: the expert of each block.
-        total: how many blocks have a route; those behind are empty.
-    """
-    num_routes = choice.size
-    order_N, owner_N, rank_N, counts_E = queues(choice, num_experts)
-    padded_E = -(-counts_E // block) * block
-    ends_E = jnp.cumsum(padded_E, dtype=jnp.int32)
-    known_N = jnp.minimum(owner_N, num_experts - 1)
-    # Each expert adds less than one block of padding.
-    num_places = (num_routes // block + num_experts) * block
-    place_N = jnp.where(
-        owner_N < num_experts, (ends_E - padded_E)[known_N] + rank_N, num_places
-    )
-    routes_P = jnp.full(num_places, num_routes, jnp.int32)
-    routes_P = routes_P.at[place_N].set(order_N, mode="drop")
-    first_places = jnp.arange(num_places // block, dtype=jnp.int32) * block
-    owners = jnp.searchsorted(ends_E, first_places, side="right").astype(jnp.int32)
-    return routes_P, jnp.minimum(owners, num_experts - 1), ends_E[-1] // block
-
-
-def rows_at(array: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows by number; zeros for a number beyond the last row."""
-    return array.at[index].get(mode="fill", fill_value=0)
+from zinf.core.jaxpr.chosen import is_on_demand
+from zinf.moe.blocks import ExpertFunction, blocks_of, rows_at, sum_of_blocks
+from zinf.moe.chosen import sum_of_chosen
 
 
 def _one(weights: Any, expert: jax.Array) -> Any:
@@ -102,19 +35,11 @@ def in_blocks(
     gate: jax.Array,
 ) -> jax.Array:
     """`zinf.moe.experts` on one device, in float32."""
-    # The index of a route divided by k is its token; N // k is T, beyond all tokens.
     num_experts = jax.tree.leaves(weights)[0].shape[0]
-    routes_P, owners, total = _blocks(choice, num_experts, block)
-    k = choice.shape[1]
-
-    def body(i: jax.Array, sum_TD: jax.Array) -> jax.Array:
-        routes = jax.lax.dynamic_slice_in_dim(routes_P, i * block, block)
-        rows = function(_one(weights, owners[i]), rows_at(x, routes // k))
-        gates = rows_at(gate.reshape(-1), routes)[:, None].astype(jnp.float32)
-        return sum_TD.at[routes // k].add(rows.astype(jnp.float32) * gates, mode="drop")
-
-    zeros = jnp.zeros(x.shape, jnp.float32)
-    return jax.lax.fori_loop(0, total, body, zeros)
+    if is_on_demand(num_experts, choice.shape[1], choice.shape[0]):
+        return sum_of_chosen(function, block, weights, x, choice, gate)
+    one = partial(_one, weights)
+    return sum_of_blocks(function, one, num_experts, block, x, choice, gate)
 
 
 def _forward(
@@ -134,7 +59,7 @@ def _backward(
 ) -> tuple:
     weights, x, choice, gate = saved
     num_experts = jax.tree.leaves(weights)[0].shape[0]
-    routes_P, owners, total = _blocks(choice, num_experts, block)
+    routes_P, owners, total = blocks_of(choice, num_experts, block)
     k = choice.shape[1]
 
     def gated(weights: Any, rows: jax.Array, gates: jax.Array) -> jax.Array:

@@ -74,6 +74,11 @@ class Memory(Section):
     """Bytes on all those folders together; absent or auto: 0.95 of what they have
     free."""
 
+    experts: Annotated[Auto[Size | Literal["off"] | None], BeforeValidator(_off)] = None
+    """Bytes of the device for experts that tokens chose, while nothing is trained: text
+    is generated, or scored. Absent or auto: half of what arrays at rest leave there, or
+    less if no more fits. off: all experts of a layer are read for each pass."""
+
     stall_seconds: Seconds = 120.0
     """How long a drive may take to answer a request before the step fails."""
 

@@ -173,6 +173,12 @@ class Settings(DeepSpeedKeys):
         return self.memory.nvme_capacity
 
     @property
+    def expert_bytes(self) -> int | None:
+        """Bytes of the device for experts that are read on demand; None: automatic."""
+        asked = self.memory.experts
+        return 0 if asked == "off" else asked
+
+    @property
     def nvme_paths(self) -> tuple[Path, ...]:
         """Folders of the NVMe tier; empty: there is none."""
         return self.memory.nvme or self.zero_optimization.nvme_paths

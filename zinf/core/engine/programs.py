@@ -158,7 +158,7 @@ class Programs:
         """
         at_rest, count = self.runners.at_rest(), {"num_microbatches": num_microbatches}
         forward = None
-        if before is not None:
+        if before is not None and before.forward.is_worthwhile(num_microbatches):
             again = self.planner, before.forward, function.name, at_rest
             with suppress(InfeasibleError):
                 forward = plan_again(*again, **count)

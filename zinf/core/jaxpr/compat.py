@@ -4,13 +4,15 @@ jax 0.11 merged `ClosedJaxpr` into `Jaxpr`, and jax 0.12 changed the parameters 
 `scan`. Other modules use only the names below.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jcore
 from jax.extend import linear_util
+from jax.interpreters import batching, mlir
 
 Atom = Any  # Var | Literal
 Var = jcore.Var
@@ -74,6 +76,26 @@ def with_inner(equation: Equation, closed: Any) -> Equation | None:
 
 def fresh(aval: Any) -> Var:
     return Var(aval)
+
+
+def new_operation(name: str, compute: Callable, result: Callable) -> jcore.Primitive:
+    """An operation that is one equation of a trace, and is lowered as `compute`.
+
+    Args:
+        compute: `(*arrays, **params) -> array`. It has no derivative, and is mapped as
+            the equations that it traces to.
+        result: `(*avals, **params) -> aval` of that array.
+    """
+    made = jcore.Primitive(name)
+    made.def_abstract_eval(result)
+    made.def_impl(lambda *arrays, **p: jax.jit(partial(compute, **p))(*arrays))
+
+    def mapped(arrays: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+        return jax.vmap(partial(compute, **params), tuple(dims))(*arrays), 0
+
+    batching.primitive_batchers[made] = mapped
+    mlir.register_lowering(made, mlir.lower_fun(compute, multiple_results=False))
+    return made
 
 
 def literal(value: Any) -> Literal:

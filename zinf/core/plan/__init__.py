@@ -33,6 +33,7 @@ from zinf.core.plan.instruction import Accumulate as Accumulate
 from zinf.core.plan.instruction import Copy as Copy
 from zinf.core.plan.instruction import Decide as Decide
 from zinf.core.plan.instruction import Exchange as Exchange
+from zinf.core.plan.instruction import FetchChosen as FetchChosen
 from zinf.core.plan.instruction import Free as Free
 from zinf.core.plan.instruction import FusedStep as FusedStep
 from zinf.core.plan.instruction import Group as Group

@@ -65,6 +65,32 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchChosen:
+    """Brings the experts that tokens chose to slots on the device.
+
+    It reads the choice on the host, reads what is not in a slot yet, in place of what
+    was used longest ago, and writes the table of slots. It is the only instruction
+    whose bytes depend on a value. All else of the plan holds for any choice.
+
+    Attributes:
+        chosen: the number of the experts in `Program.chosen`.
+        name: of the segment that reads them.
+        expected_bytes: bytes that it moves if all experts are equally likely and slots
+            have been in use for long.
+        most_at_once: experts that are read together, and no more.
+    """
+
+    chosen: int
+    name: str
+    microbatch: int
+    expected_bytes: int
+    most_at_once: int
+
+    def __str__(self) -> str:
+        return f"fetch chosen experts of {self.name} @{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
 class Accumulate:
     """Adds each source to its target on the device, in order.
 
@@ -204,6 +230,7 @@ class OffloadedStep:
 Operation = (
     Transfer
     | Run
+    | FetchChosen
     | Accumulate
     | SumParts
     | SumSquares
@@ -251,7 +278,7 @@ class Instruction:
         allocates: bytes that it adds to each tier, kept after it completes.
         workspace: bytes that it holds on each tier only while it runs.
         nbytes: bytes that it moves over its link or frees; for an update, the bytes of
-            its results.
+            its results; for chosen experts, the bytes that are expected.
         exchange: bytes that it sends between devices.
     """
 

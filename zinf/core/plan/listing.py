@@ -13,6 +13,7 @@ from zinf.core.plan.copies import Copies
 from zinf.core.plan.instruction import (
     Copy,
     Decide,
+    FetchChosen,
     Free,
     Instruction,
     Transfer,
@@ -110,4 +111,6 @@ class Listing:
             return sum(map(self._catalog.nbytes, job.operation.arrays))
         if isinstance(job.operation, Update):
             return sum(self._catalog.nbytes(array, tier) for array, tier in job.writes)
+        if isinstance(job.operation, FetchChosen):
+            return job.operation.expected_bytes
         return 0

@@ -26,6 +26,7 @@ from zinf.core.plan.instruction import (
     Accumulate,
     Copy,
     Decide,
+    FetchChosen,
     Pass,
     RowSumIds,
     Run,
@@ -34,8 +35,18 @@ from zinf.core.plan.instruction import (
 )
 from zinf.core.plan.job import Job, JobList
 from zinf.core.plan.updates import Updates
-from zinf.core.program import FLOAT32_BYTES, ArrayId, Link, Role, SegmentSpec, Tier
+from zinf.core.program import (
+    FLOAT32_BYTES,
+    ArrayId,
+    Chosen,
+    Link,
+    Role,
+    SegmentSpec,
+    Tier,
+)
 
+# Experts that are read together: a drive is fastest with several requests.
+EXPERTS_AT_ONCE = 8
 # Workspace of adding rows to a gradient, in bytes of the rows in float32: rows are
 # first summed by row number, and the sums are cast. XLA:CPU sums bfloat16 in float32.
 ROW_SUM_COPIES = 3
@@ -145,6 +156,9 @@ class _Schedule:
 
     def forward(self, k: int, m: int) -> None:
         segment = self.program.segments[k]
+        for number, chosen in enumerate(self.program.chosen):
+            if chosen.segment == k:
+                self.fetch_chosen(number, chosen, m)
         outputs = [value(n, m) for n in segment.outputs]
         caches = [cache(n, m) for n in segment.caches]
         changed = tuple((a, Tier.DEVICE) for a in caches)
@@ -168,6 +182,36 @@ class _Schedule:
         others = [a for a in outputs if a.path not in self.returned]
         if self.options.value_tier != Tier.DEVICE and others:
             self.jobs.transfer(others, Tier.DEVICE, self.options.value_tier)
+
+    def fetch_chosen(self, number: int, chosen: Chosen, m: int) -> None:
+        """Brings the experts of a segment that the tokens of a microbatch chose."""
+        catalog = self.catalog
+        homes = {a: catalog.home_tiers[a] for a in chosen.arrays}
+        farthest = max((t for t in homes.values() if t), key=lambda tier: tier.order)
+        hop = farthest.row.hop
+        assert hop is not None
+        expert_bytes = sum(
+            catalog.nbytes(a, Tier.HOST) // chosen.num_experts for a in homes
+        )
+        at_once = min(chosen.most, EXPERTS_AT_ONCE)
+        expected_bytes = round(chosen.expected_reads(m) * expert_bytes)
+        name = self.program.segments[chosen.segment].name
+        self.jobs.add(
+            FetchChosen(number, name, m, expected_bytes, at_once),
+            hop.fetch,
+            reads=(
+                (value(chosen.choice, m), Tier.HOST),
+                *((a, tier) for a, tier in homes.items() if tier),
+            ),
+            writes=(
+                (value(chosen.table, m), Tier.DEVICE),
+                *((ArrayId(Role.CONST, n), Tier.DEVICE) for n in chosen.slots),
+            ),
+            workspace=(
+                (Tier.DEVICE, expert_bytes),
+                (Tier.HOST, at_once * expert_bytes),
+            ),
+        )
 
     def bring_home(self, arrays: Sequence[ArrayId]) -> None:
         """Moves arrays that a run overwrote on the device to where they rest."""

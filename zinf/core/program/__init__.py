@@ -10,6 +10,8 @@ from zinf.core.program.array import Role as Role
 from zinf.core.program.array import Rows as Rows
 from zinf.core.program.array import covers as covers
 from zinf.core.program.array import overlaps as overlaps
+from zinf.core.program.chosen import Chosen as Chosen
+from zinf.core.program.chosen import is_worthwhile as is_worthwhile
 from zinf.core.program.program import KEY as KEY
 from zinf.core.program.program import Leaf as Leaf
 from zinf.core.program.program import Program as Program

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from zinf.core.program.array import ArrayId, ArraySpec, Role, Rows
+from zinf.core.program.chosen import Chosen
 
 # The name of the random key among the values of a program.
 KEY = "key"
@@ -149,6 +150,7 @@ class Program:
             path.
         caches: names of the arrays that the program overwrites where they rest. Each
             microbatch has its own. They are neither in `batch` nor in `outputs`.
+        chosen: the experts that are read on demand. Their slots are among `consts`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -161,6 +163,7 @@ class Program:
     tilings: tuple[Tiling, ...] = ()
     untiled: dict[str, str] = field(default_factory=dict)
     caches: tuple[str, ...] = ()
+    chosen: tuple[Chosen, ...] = ()
 
     @property
     def loss(self) -> str:
@@ -171,6 +174,16 @@ class Program:
     def batch_leaves(self) -> tuple[str, ...]:
         """The names in `batch` without the random key."""
         return tuple(name for name in self.batch if name != KEY)
+
+    @property
+    def slots(self) -> frozenset[str]:
+        """The names of the constants that are slots of experts, at first of zeros."""
+        return frozenset(name for each in self.chosen for name in each.slots)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the values that say in which slots experts are."""
+        return tuple(each.table for each in self.chosen)
 
     def first_readers(self) -> dict[tuple[str, Rows], int]:
         """The first segment that reads each parameter, by path and rows.

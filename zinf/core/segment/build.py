@@ -1,5 +1,6 @@
 """From a traced function to a `Program`: cuts, names, and finds shared bodies."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
@@ -11,7 +12,8 @@ from zinf.core.jaxpr import Graph, Piece, Shared, share, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
 from zinf.core.jaxpr.keys import to_words
 from zinf.core.problem.source import Source
-from zinf.core.program import ArrayId, Leaf, Program, SegmentSpec
+from zinf.core.program import ArrayId, Chosen, Leaf, Program, Role, SegmentSpec
+from zinf.core.segment.chosen import NO_TABLES, Tables, must_be_cut, slots_of
 from zinf.core.segment.cut import choose_cuts, read_tape
 from zinf.core.segment.flops import equation_flops
 from zinf.core.segment.index import index_by_literals
@@ -63,6 +65,7 @@ def segment_function(
     max_bytes: int | None,
     caches: Mapping[str, int] | None = None,
     instead: Instead = NOTHING,
+    tables: Tables = NO_TABLES,
 ) -> Segmented:
     """Cuts a traced function into segments that only run forward.
 
@@ -74,6 +77,7 @@ def segment_function(
             next run. Those that one segment can overwrite become `Program.caches`; the
             others stay inputs and outputs.
         instead: state arrays that are read in place of parameters.
+        tables: the inputs that are tables of experts in slots; see `in_slots`.
     """
     return _segmented(
         source,
@@ -83,6 +87,7 @@ def segment_function(
         is_trained=False,
         caches=caches,
         instead=instead,
+        tables=tables,
     )
 
 
@@ -95,6 +100,7 @@ def _segmented(
     is_trained: bool,
     caches: Mapping[str, int] | None = None,
     instead: Instead = NOTHING,
+    tables: Tables = NO_TABLES,
 ) -> Segmented:
     graph, arrays, stacked = split_rows(source.graph, source.params, splittable)
     tiled = tile_leaves(graph, arrays, tileable=splittable, max_bytes=max_bytes)
@@ -105,9 +111,10 @@ def _segmented(
     )
     weights = layer_weights({v: array.path for v, array in arrays.items()})
     order = order_equations(index_by_literals(graph, weights), weights)
-    tape = read_tape(order)
-    cuts = choose_cuts(tape, max_bytes=max_bytes)
-    made = _Builder(source, order, arrays, leaves, is_trained, caches or {}).build(cuts)
+    forced = must_be_cut(order.anchored, arrays, graph.consts)
+    cuts = choose_cuts(read_tape(order, forced), max_bytes=max_bytes)
+    builder = _Builder(source, order, arrays, leaves, is_trained, caches or {}, tables)
+    made = builder.build(cuts)
     program = replace(made.program, tilings=tiled.tilings, untiled=dict(tiled.refused))
     return replace(made, program=program)
 
@@ -135,7 +142,9 @@ class _Builder:
         leaves: Sequence[Leaf],
         is_trained: bool,
         caches: Mapping[str, int],
+        tables: Tables,
     ):
+        self.tables = tables
         self.source, self.order, self.arrays = source, order, arrays
         self.given_caches = caches
         self.graph: Graph = order.graph
@@ -158,6 +167,7 @@ class _Builder:
         names = _unique_names([self.title(d) for d in drafts])
         value_names = dict(self.source.batch)
         value_names.update({v: f"const/{i}" for i, v in enumerate(self.graph.consts)})
+        value_names.update({v: f"experts/{i}" for i, v in enumerate(self.tables)})
         # Before and after it is overwritten, a cache is the same array.
         for draft in drafts:
             value_names |= {new: value_names[old] for old, new in draft.caches.items()}
@@ -202,6 +212,7 @@ class _Builder:
             outputs=outputs,
             is_trained=self.is_trained,
             caches=tuple(caches),
+            chosen=self.chosen(drafts, value_names),
         )
         consts = {value_names[v]: to_words(x) for v, x in self.graph.consts.items()}
         return Segmented(program, tuple(shared), consts, self.source.structure)
@@ -252,6 +263,35 @@ class _Builder:
             if all(old not in draft.inputs for draft in later):
                 maker.caches[old] = new
                 maker.inputs.remove(old)
+
+    def chosen(
+        self, drafts: Sequence[_Draft], value_names: Mapping[Var, str]
+    ) -> tuple[Chosen, ...]:
+        """The experts that each segment reads from slots."""
+        found = []
+        for k, draft in enumerate(drafts):
+            for equation in draft.equations:
+                if (own := slots_of(equation)) is None:
+                    continue
+                table, *slots = own
+                paths = self.tables[table]
+                made = Chosen(
+                    segment=k,
+                    arrays=tuple(ArrayId(Role.PARAM, path) for path in paths),
+                    slots=tuple(value_names[v] for v in slots),
+                    choice=value_names[equation.invars[0]],
+                    table=value_names[table],
+                    num_tokens=equation.invars[0].aval.shape[0],
+                    k=equation.invars[0].aval.shape[1],
+                    num_experts=table.aval.shape[0],
+                    num_slots=slots[0].aval.shape[0],
+                    num_sharing=0,
+                )
+                found.append(made)
+        sharing: Counter = Counter()
+        for made in found:
+            sharing[made.slots] += made.num_experts
+        return tuple(replace(x, num_sharing=sharing[x.slots]) for x in found)
 
     def is_own(self, atom: Atom) -> bool:
         """Whether an atom is an output that the segment computing it returns."""

@@ -7,6 +7,7 @@ positions minimises the live activation bytes subject to the parameter bytes of 
 segment.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zinf.core.jaxpr.compat import Var
@@ -27,11 +28,13 @@ class Tape:
         params: parameters that each equation reads, directly or by floating values.
         live_bytes: at each cut position, the bytes of anchored values defined before it
             and read at or after it.
+        forced: the positions that are cut in any case.
     """
 
     keys: tuple
     params: tuple[tuple[Var, ...], ...]
     live_bytes: tuple[int, ...]
+    forced: tuple[int, ...] = ()
 
     def param_bytes(self, start: int, stop: int) -> int:
         read = {v for i in range(start, stop) for v in self.params[i]}
@@ -41,7 +44,7 @@ class Tape:
         return len(self.keys)
 
 
-def read_tape(order: Order) -> Tape:
+def read_tape(order: Order, forced: Sequence[int] = ()) -> Tape:
     defined: dict[Var, int] = {}
     last: dict[Var, int] = {}
     params, keys = [], []
@@ -63,7 +66,7 @@ def read_tape(order: Order) -> Tape:
     for delta in change[: len(keys) + 1]:
         level += delta
         live.append(level)
-    return Tape(tuple(keys), tuple(params), tuple(live))
+    return Tape(tuple(keys), tuple(params), tuple(live), tuple(forced))
 
 
 def choose_cuts(tape: Tape, *, max_bytes: int | None) -> list[int]:
@@ -72,9 +75,9 @@ def choose_cuts(tape: Tape, *, max_bytes: int | None) -> list[int]:
     Without `max_bytes` a layer is never cut, and the rest is cut to the size of a
     layer; so the cuts of the other parts do not depend on the number of layers.
     """
-    if max_bytes is None:
-        return [0, *_cut(tape, 0, len(tape), _automatic_bytes(tape), None), len(tape)]
-    return [0, *_cut(tape, 0, len(tape), max_bytes, max_bytes), len(tape)]
+    part = _automatic_bytes(tape) if max_bytes is None else max_bytes
+    found = {*_cut(tape, 0, len(tape), part, max_bytes), *tape.forced}
+    return [0, *sorted(c for c in found if 0 < c < len(tape)), len(tape)]
 
 
 def _automatic_bytes(tape: Tape) -> int:
@@ -136,10 +139,14 @@ def _repetition(tape: Tape, start: int, stop: int) -> Repetition | None:
 
 
 def _best_phase(tape: Tape, repetition: Repetition) -> int:
-    def cost(phase: int) -> tuple[int, int]:
+    forced = set(tape.forced)
+
+    def cost(phase: int) -> tuple[bool, int, int]:
         first, copies = repetition.start + phase, repetition.copies(phase)
-        cuts = (first + k * repetition.period for k in range(1, copies))
-        return -copies, sum(tape.live_bytes[c] for c in cuts)
+        cuts = [first + k * repetition.period for k in range(1, copies)]
+        # A period that is cut in any case needs no other cut.
+        is_other = bool(forced) and not forced.issuperset(cuts)
+        return is_other, -copies, sum(tape.live_bytes[c] for c in cuts)
 
     return min(range(repetition.period), key=cost)
 

@@ -109,14 +109,17 @@ class Layouts:
     def with_inputs(self, program: Program) -> "Layouts":
         """These layouts with those of a program's inputs.
 
-        They are the batch, the key, constants and caches.
+        They are the batch, the key, constants, caches and tables of experts.
 
         Raises:
             ValueError: the batch does not divide among the devices.
         """
         shapes = {
             name: program.values[name].shape
-            for name in (*program.batch, *program.consts, *program.caches)
+            for name in (
+                *(*program.batch, *program.consts, *program.caches),
+                *program.tables,
+            )
         }
         by_example = (*program.batch_leaves, *program.caches)
         batch = {name: shapes[name] for name in by_example}

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from zinf.core.jaxpr.chosen import on_demand
 from zinf.core.plan import (
     NO_EXCHANGE,
     Arrangement,
@@ -25,7 +26,8 @@ from zinf.core.plan import (
     show_bytes,
     value,
 )
-from zinf.core.program import ArrayId, Program, Role, Tier
+from zinf.core.problem.source import Source
+from zinf.core.program import ArrayId, Program, Role, Tier, is_worthwhile
 from zinf.core.segment import (
     NOTHING,
     Function,
@@ -36,11 +38,20 @@ from zinf.core.segment import (
     rest_by_row,
     segment_function,
 )
+from zinf.core.segment.chosen import (
+    NO_TABLES,
+    Tables,
+    find_experts,
+    in_slots,
+    inlined_experts,
+    slot_counts,
+)
 from zinf.core.sharding import Layouts
 from zinf.core.step.arrays import make_catalog
 from zinf.core.step.exchange import forward_exchanges
 from zinf.core.step.setup import AtRest, Setup
-from zinf.core.step.shrink import Compiled, Limits, shrunk
+from zinf.core.step.shrink import SPARE, Compiled, Limits, shrunk
+from zinf.core.step.shrink import compiled as compile_again
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,20 @@ class Forward:
     layouts: Layouts
     num_microbatches: int
 
+    def is_worthwhile(self, num_microbatches: int) -> bool:
+        """Whether experts are still worth reading on demand for so many microbatches.
+
+        True if none is.
+        """
+        return all(
+            is_worthwhile(
+                *(each.num_experts, each.k, each.num_tokens),
+                num_slots=each.num_slots,
+                num_microbatches=num_microbatches,
+            )
+            for each in self.segmented.program.chosen
+        )
+
     @property
     def cache_homes(self) -> dict[ArrayId, Tier]:
         """Where the caches of all microbatches rest."""
@@ -89,6 +114,7 @@ def plan_forward(
     num_microbatches: int = 1,
     caches: Cached = NO_CACHES,
     instead: Instead = NOTHING,
+    whole_experts: bool = False,
 ) -> Forward:
     """The forward pass of a function, the same on all processes.
 
@@ -98,8 +124,10 @@ def plan_forward(
         limits: the first limits on segments; None for those of the config.
         instead: state arrays that are read in place of parameters, from where they
             rest.
+        whole_experts: never read those experts alone that tokens chose.
 
     Raises:
+        ValueError: `memory.experts` holds fewer experts than a layer's tokens choose.
         InfeasibleError: the pass does not fit beside the arrays at rest, on any tier
             for the caches.
     """
@@ -107,6 +135,8 @@ def plan_forward(
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     rest = homes, at_rest.layouts, num_microbatches
     made = _Planned(setup, function, batch, *rest, caches, instead)
+    if not whole_experts and setup.rule.mesh.size == 1:
+        made = replace(made, slot_bytes=_slot_bytes(setup, at_rest))
     with setup.planning():
         forward = made.fitting(limits or Limits(setup.config.segment_max_bytes))
     setup.agree_on(forward.plan, f"plan of {function.name}")
@@ -144,6 +174,19 @@ def plan_again(
         found = made.planned(forward.segmented, compiled)
     setup.agree_on(found.plan, f"plan of {name}")
     return found
+
+
+def _slot_bytes(setup: Setup, at_rest: AtRest) -> int:
+    """Bytes of the device for experts that are read on demand."""
+    asked = setup.config.expert_bytes
+    if asked is not None:
+        return asked
+    resting = sum(
+        at_rest.layouts.share(array).nbytes
+        for array, tier in at_rest.homes.items()
+        if tier == Tier.DEVICE and array.role != Role.CONST
+    )
+    return max(1, (setup.capacity()[Tier.DEVICE] - resting) // 2)
 
 
 def _never(*_: Any) -> Any:
@@ -201,13 +244,17 @@ class _Planned:
     num_microbatches: int
     caches: Cached
     instead: Instead
+    slot_bytes: int = 0
 
     def fitting(self, limits: Limits) -> Forward:
         return shrunk(self.setup, self.layouts, self.cut, self.attempt, limits)
 
     def cut(self, max_bytes: int | None) -> Segmented:
         setup = self.setup
-        source = self.function.trace(setup.problem, self.batch, max_bytes)
+        source, tables = self.traced(max_bytes), NO_TABLES
+        if setup.rule.mesh.size == 1:
+            source = inlined_experts(source)
+            source, tables = self.with_slots(source)
         by_row = {array.path for array in self.homes if array.rows}
         return segment_function(
             rest_by_row(source, by_row),
@@ -215,12 +262,67 @@ class _Planned:
             max_bytes=max_bytes,
             caches=self.caches.outputs,
             instead=self.instead,
+            tables=tables,
         )
+
+    def traced(self, max_bytes: int | None) -> Source:
+        function = self.function
+        if self.setup.rule.mesh.size == 1:
+            function = replace(function, call=on_demand(function.call))
+        return function.trace(self.setup.problem, self.batch, max_bytes)
+
+    def with_slots(self, source: Source) -> tuple[Source, Tables]:
+        """The program that reads experts on demand which do not rest on the device."""
+        experts = find_experts(source)
+        near = None, Tier.DEVICE
+        away = {
+            path
+            for each in experts
+            for path in each.leaves
+            if self.homes.get(ArrayId(Role.PARAM, path)) not in near
+            and path not in self.instead
+        }
+        asked = self.setup.config.expert_bytes
+        num_slots = slot_counts(experts, away, self.slot_bytes, asked)
+        worthwhile = {
+            each.kind(away)
+            for each in experts
+            if (kind := each.kind(away)) in num_slots
+            and is_worthwhile(
+                each.num_experts,
+                *reversed(each.choices),
+                num_slots=num_slots[kind],
+                num_microbatches=self.num_microbatches,
+            )
+        }
+        num_slots = {kind: num_slots[kind] for kind in worthwhile}
+        return in_slots(source, experts, away, num_slots)
 
     def attempt(
         self, segmented: Segmented, compiled: Compiled, limits: Limits
     ) -> Forward:
-        return self.planned(segmented, compiled)
+        """The planned program, with fewer slots for experts if it fits only so."""
+        try:
+            return self.planned(segmented, compiled)
+        except InfeasibleError as error:
+            fewer = self.with_fewer_slots(segmented.program, error)
+            if fewer is None:
+                raise
+        again = fewer.cut(limits.param_bytes)
+        rest = self.setup, again, self.layouts, limits
+        return fewer.attempt(again, compile_again(*rest), limits)
+
+    def with_fewer_slots(
+        self, program: Program, error: InfeasibleError
+    ) -> "_Planned | None":
+        """For a program that lacks device memory; None if it has the fewest slots."""
+        short = error.shortages.get(Tier.DEVICE)
+        is_least = all(each.num_slots == each.most for each in program.chosen)
+        asked = self.setup.config.expert_bytes is not None
+        if short is None or not program.chosen or is_least or asked:
+            return None
+        left = self.slot_bytes - short.missing_bytes
+        return replace(self, slot_bytes=max(1, left - left // SPARE))
 
     def planned(self, segmented: Segmented, compiled: Compiled) -> Forward:
         segments, layouts = compiled.segments, compiled.layouts

@@ -9,7 +9,7 @@ import numpy as np
 from zinf.core.memory import Stores, gathered
 from zinf.core.step.forward import Forward
 from zinf.core.step.run.passes import Passes
-from zinf.core.step.run.run import StepRecord, Work
+from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import AbstractRunner
 
 
@@ -62,7 +62,7 @@ class ForwardRunner:
                 may be pending.
         """
         passes, record = self.passes, StepRecord()
-        work = Work(segments=passes.segments, layouts=passes.layouts)
+        work = passes.work()
         training.leave()
         try:
             passes.put_consts()

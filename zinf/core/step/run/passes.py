@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zinf.core.jaxpr.keys import to_words
@@ -14,6 +15,7 @@ from zinf.core.program import KEY, ArrayId, Program, Role
 from zinf.core.segment import Segment, Segmented, named_leaves
 from zinf.core.sharding import Layouts
 from zinf.core.step.batch import by_microbatch
+from zinf.core.step.run.chosen import ChosenExperts
 from zinf.core.step.run.run import StepRecord, Work, run_plan
 
 
@@ -36,13 +38,26 @@ class Passes:
     def program(self) -> Program:
         return self.segmented.program
 
+    def work(self) -> Work:
+        """What a plan that only runs forward needs, while the constants exist."""
+        chosen = ChosenExperts(self.program) if self.program.chosen else None
+        return Work(segments=self.segments, layouts=self.layouts, chosen=chosen)
+
     def put_consts(self) -> None:
         """Put the arrays that the loss closes over on the device, to stay there.
 
-        They may depend on the shape of the batch, as a causal mask does.
+        They may depend on the shape of the batch, as a causal mask does. Slots of
+        experts are made there.
         """
+        slots = self.program.slots
         for name, content in self.segmented.consts.items():
-            self._put_on_device(ArrayId(Role.CONST, name), content)
+            array = ArrayId(Role.CONST, name)
+            if name in slots:
+                device = self.layouts.of(array).device
+                zeros = jnp.zeros(content.shape, content.dtype, device=device)
+                self.stores.device.write(array, zeros).result()
+            else:
+                self._put_on_device(array, content)
 
     def free_consts(self) -> None:
         for name in self.segmented.consts:

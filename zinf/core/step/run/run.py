@@ -22,6 +22,7 @@ from zinf.core.plan import (
     ArrayUpdate,
     Copy,
     Decide,
+    FetchChosen,
     Free,
     Instruction,
     Link,
@@ -39,6 +40,7 @@ from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.segment import Segment
 from zinf.core.sharding import Layouts
 from zinf.core.step.joint import Joint, JointUpdate, jointly_and_singly
+from zinf.core.step.run.chosen import ChosenExperts
 from zinf.core.step.run.links import Progress, run_links
 from zinf.core.step.run.transfer import Mover
 from zinf.core.step.sums import accumulated, accumulated_rows, sum_squares
@@ -76,6 +78,7 @@ class Work:
         pending: `decided` of the updates that the step before deferred.
         decide: `(losses, sums of squares or None) -> Decision`.
         compute_dtype: dtype of the compute copies, if masters are stored separately.
+        chosen: the experts that are read on demand; None if there are none.
         layouts: layouts of all arrays that move between host and devices.
     """
 
@@ -90,6 +93,7 @@ class Work:
     pending: Pending | None = None
     decide: Callable[[Sequence[float], Sequence[float] | None], Decision] = _none
     compute_dtype: Any = None
+    chosen: ChosenExperts | None = None
     layouts: Layouts
 
 
@@ -197,6 +201,11 @@ class _StepRun:
                     new = (*instruction.allocates, *instruction.workspace)
                     self.stores.heap.relieve(new)
                     self.run(operation, instruction)
+                case FetchChosen():
+                    assert self.work.chosen is not None
+                    given = operation, instruction, self.stores
+                    moved = self.work.chosen.fetch(*given)
+                    self.record.moved_bytes[instruction.link] += moved
                 case Accumulate():
                     self.accumulate(operation, instruction.creates)
                 case SumParts():

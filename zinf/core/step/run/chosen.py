@@ -1,0 +1,99 @@
+"""Brings experts that tokens chose to slots on the device, and knows what is there."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from zinf.core.memory import Stores
+from zinf.core.plan import FetchChosen, Instruction, value
+from zinf.core.program import ArrayId, Chosen, Program, Role, Tier
+
+# The number of the experts in `Program.chosen`, and of one of them.
+Key = tuple[int, int]
+
+
+@dataclass
+class Slots:
+    """Which expert each slot holds.
+
+    Attributes:
+        slot_of: experts with their slots, those first that were used longest ago.
+    """
+
+    count: int
+    slot_of: OrderedDict[Key, int] = field(default_factory=OrderedDict)
+
+    def use(self, wanted: Iterable[Key]) -> list[Key]:
+        """Notes that experts are used now; returns those that are in no slot."""
+        missing = []
+        for key in wanted:
+            if key in self.slot_of:
+                self.slot_of.move_to_end(key)
+            else:
+                missing.append(key)
+        return missing
+
+    def free_slot(self) -> int:
+        """A slot without an expert; drops the one that was used longest ago."""
+        if len(self.slot_of) < self.count:
+            return len(self.slot_of)
+        return self.slot_of.popitem(last=False)[1]
+
+
+class ChosenExperts:
+    """The experts of a program that are read on demand, while its slots exist."""
+
+    def __init__(self, program: Program):
+        self.chosen = program.chosen
+        self.slots = {x.slots: Slots(x.num_slots) for x in program.chosen}
+
+    def fetch(
+        self, operation: FetchChosen, instruction: Instruction, stores: Stores
+    ) -> int:
+        """Bring what a microbatch chose to slots; return the bytes that were read."""
+        chosen = self.chosen[operation.chosen]
+        choice = stores.host.read(value(chosen.choice, operation.microbatch)).result()
+        # A number out of range is no expert.
+        numbers = [int(x) for x in np.unique(choice) if 0 <= x < chosen.num_experts]
+        slots = self.slots[chosen.slots]
+        assert len(numbers) <= slots.count, "slots are as many as may be chosen"
+        missing = slots.use((operation.chosen, number) for number in numbers)
+        homes = dict(instruction.reads)
+        moved = 0
+        for first in range(0, len(missing), operation.most_at_once):
+            some = missing[first : first + operation.most_at_once]
+            moved += _fetch(chosen, some, homes, slots, stores)
+        table = np.zeros(chosen.num_experts, np.int32)
+        for number in numbers:
+            table[number] = slots.slot_of[operation.chosen, number]
+        where = value(chosen.table, operation.microbatch)
+        stores.device.write(where, table).result()
+        return moved
+
+
+def _fetch(
+    chosen: Chosen,
+    keys: Sequence[Key],
+    homes: Mapping[ArrayId, Tier],
+    slots: Slots,
+    stores: Stores,
+) -> int:
+    """Read experts, all at once, and write one after another to a slot."""
+    reads = [
+        [stores[homes[a]].read(a.piece((n, n + 1))) for a in chosen.arrays]
+        for _, n in keys
+    ]
+    moved = 0
+    for key, row in zip(keys, reads, strict=True):
+        slot = slots.free_slot()
+        for name, read in zip(chosen.slots, row, strict=True):
+            content, where = read.result(), ArrayId(Role.CONST, name)
+            stores.device.write(where.piece((slot, slot + 1)), content).result()
+            # The row is dropped before the next one takes the same memory.
+            jax.block_until_ready(stores.device.read(where).result())
+            moved += content.nbytes
+        slots.slot_of[key] = slot
+    return moved
