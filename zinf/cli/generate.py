@@ -1,8 +1,9 @@
 """`zinf generate` and `zinf evaluate`: models of transformers, run and not trained."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from math import exp
@@ -24,6 +25,14 @@ from zinf.inference import ROWS, Drafts, Sampling, bucket
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
 MICROBATCHES = 8
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A small model that guesses so many tokens of a large one each time."""
+
+    name: str
+    num_tokens: int
 
 
 def budgets(
@@ -52,6 +61,7 @@ def print_completion(
     seed: int,
     chat: bool | None,
     images: Sequence[Path] = (),
+    drafting: Drafting | None = None,
 ) -> None:
     """Prints what a model writes after a prompt, as it is made, and nothing else.
 
@@ -60,22 +70,26 @@ def print_completion(
     """
     seen = None
     if images:
-        _refuse_beside_images(given, chat)
+        _refuse_beside_images(given, chat, drafting)
         model = hf.in_stored_precision(hf.load_with_images(name, base=base))
         seen = hf.image_prompt(model, line["prompt"], images)
     else:
         model = hf.load_as_stored(name, base=base)
-    sampling, drafts = hf.settings_of(model, given), hf.lookup_of(model, given)
+    sampling = hf.settings_of(model, given)
     is_chat = seen is not None or _is_chat(model, chat)
     if seen is None:
         prompt = hf.prompt_tokens(model, line, "--prompt", chat=is_chat)
     else:
-        prompt, drafts = seen.tokens, None
+        prompt = seen.tokens
     _say_if_endless(sampling.eos_token_ids, max_new_tokens)
     length = bucket(len(prompt))
     # A pipe or a file gets the text as it is.
     write = tell if sys.stdout.isatty() else partial(print, flush=True)
-    with hf.open_model(model, config, rows=1, length=length) as engine:
+    longest = len(prompt) + max_new_tokens
+    with (
+        _guessing(drafting, model, given, config, longest, rows=1) as (drafts, left),
+        hf.open_model(model, left, rows=1, length=length) as engine,
+    ):
         decoder = None if seen is None else hf.decoder_after(engine, seen)
         (text,) = hf.complete_texts(
             engine,
@@ -84,7 +98,7 @@ def print_completion(
             max_new_tokens=max_new_tokens,
             keys=_keys(seed, range(1)),
             rows=1,
-            drafts=drafts,
+            drafts=drafts if seen is None else None,
             decoder=decoder,
             on_text=partial(write, end=""),
         )
@@ -94,16 +108,19 @@ def print_completion(
         _say(f"The model ended the text at once. Is {other} meant?")
 
 
-def _refuse_beside_images(given: Mapping[str, Any], chat: bool | None) -> None:
+def _refuse_beside_images(
+    given: Mapping[str, Any], chat: bool | None, drafting: Drafting | None
+) -> None:
     """Refuse options that have no meaning with images, or are not there yet."""
     if chat is False:
         raise ValueError(
             "--raw with --image: only the chat template of a model says where images "
             "are in a text. Leave --raw out."
         )
-    if given.get("prompt_lookup_num_tokens"):
+    if drafting is not None or given.get("prompt_lookup_num_tokens"):
+        option = "--draft" if drafting is not None else "--prompt-lookup-num-tokens"
         raise NotImplementedError(
-            "--prompt-lookup-num-tokens is not supported with --image. Leave it out."
+            f"{option} is not supported with --image. Leave it out."
         )
 
 
@@ -120,6 +137,7 @@ def write_completions(
     chat: bool | None,
     batch_size: int,
     allow_changed: Sequence[str] = (),
+    drafting: Drafting | None = None,
 ) -> None:
     """Writes each line of a file of prompts with its `completion` to another file.
 
@@ -133,7 +151,7 @@ def write_completions(
     """
     check_output(output, prompts, "the file of prompts")
     model = hf.load_as_stored(name, base=base)
-    sampling, drafts = hf.settings_of(model, given), hf.lookup_of(model, given)
+    sampling = hf.settings_of(model, given)
     is_chat = _is_chat(model, chat)
     # All lines are read first: what is wrong with the last is known before the first.
     lines = [
@@ -157,8 +175,11 @@ def write_completions(
             return
         _say_if_endless(sampling.eos_token_ids, max_new_tokens)
         longest = max(len(tokens) for _, tokens in lines[begun.done :])
+        rows = {"rows": ROWS, "count": min(batch_size, len(lines) - begun.done)}
+        most = longest + max_new_tokens
         with (
-            hf.open_model(model, config, rows=ROWS, length=bucket(longest)) as engine,
+            _guessing(drafting, model, given, config, most, **rows) as (drafts, left),
+            hf.open_model(model, left, rows=ROWS, length=bucket(longest)) as engine,
             begun.appending() as append,
         ):
             _complete(
@@ -172,6 +193,29 @@ def write_completions(
                 seed=seed,
                 batch_size=batch_size,
             )
+
+
+@contextmanager
+def _guessing(
+    drafting: Drafting | None,
+    model: "hf.Model",
+    given: Mapping[str, Any],
+    config: Config,
+    longest: int,
+    **rows: int,
+) -> Generator[tuple[Drafts | None, Config], None, None]:
+    """Guesses of next tokens, if there are any, and what of the budgets is left.
+
+    Args:
+        longest: the most tokens of a text, with its prompt.
+        rows: see `hf.drafting`.
+    """
+    if drafting is None:
+        yield hf.lookup_of(model, given), config
+        return
+    how = {"num_tokens": drafting.num_tokens, "longest": longest, **rows}
+    with hf.drafting(model, drafting.name, config, **how) as found:
+        yield found
 
 
 def _complete(

@@ -117,6 +117,18 @@ def generate(
             "The text stays as it is.",
         ),
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A small model with the same vocabulary, which guesses next tokens: "
+            "the large one checks all at once and is read less often. The text stays "
+            "as it is. The small model takes at most a quarter of the budgets.",
+        ),
+    ] = None,
+    draft_num_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that --draft guesses each time.")
+    ] = 4,
     seed: Annotated[int, typer.Option(help="Of the tokens that are drawn.")] = 0,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Lines of --prompts that are made together.")
@@ -133,7 +145,12 @@ def generate(
     The completion alone is written to the standard output, as it is made. What is not
     set here is as the model's generation_config.json says.
     """
-    from zinf.cli.generate import budgets, print_completion, write_completions
+    from zinf.cli.generate import (
+        Drafting,
+        budgets,
+        print_completion,
+        write_completions,
+    )
 
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("Give one of --prompt and --prompts.")
@@ -141,6 +158,12 @@ def generate(
         raise typer.BadParameter("--prompts needs --output, and --prompt has none.")
     if image and prompt is None:
         raise typer.BadParameter("--image is shown before --prompt; give one.")
+    if draft is not None and prompt_lookup_num_tokens:
+        raise typer.BadParameter(
+            "Give one of --draft and --prompt-lookup-num-tokens: guesses come from one "
+            "source."
+        )
+    drafting = None if draft is None else Drafting(draft, draft_num_tokens)
     given = {
         "temperature": temperature,
         "top_k": top_k,
@@ -162,6 +185,7 @@ def generate(
                 seed=seed,
                 chat=chat,
                 images=image or (),
+                drafting=drafting,
             )
         elif prompts is not None and output is not None:
             write_completions(
@@ -176,6 +200,7 @@ def generate(
                 chat=chat,
                 batch_size=batch_size,
                 allow_changed=allow_changed or (),
+                drafting=drafting,
             )
 
 

@@ -15,6 +15,7 @@ from typing import IO, Any
 from zinf.core.plan import (
     Accumulate,
     Decide,
+    FetchChosen,
     Free,
     FusedStep,
     Instruction,
@@ -145,6 +146,8 @@ def kind(operation: Operation) -> str:
             return str(operation.kind)
         case Transfer():
             return _moved(operation)
+        case FetchChosen():
+            return "chosen experts"
         case Accumulate():
             return "accumulate"
         case SumParts():

@@ -264,7 +264,7 @@ def completion(reference, words, prompt, count, end):
 
 
 @pytest.mark.slow
-def test_a_completion_alone_is_on_the_standard_output(model):
+def test_a_completion_alone_is_on_the_standard_output(model, tmp_path):
     folder, reference = model
     words = hf.load(folder).tokenizer
     asked = ["generate", folder, "--prompt", "w1 w2", "--max-new-tokens", 6]
@@ -276,7 +276,20 @@ def test_a_completion_alone_is_on_the_standard_output(model):
         assert ("ended the text at once" in found.stderr) == (not wanted)
     # The tokenizer has a chat template.
     assert run(*asked).stdout == found.stdout
-    assert run(*asked, "--prompt-lookup-num-tokens", 3).stdout == found.stdout
+    lookup = "--prompt-lookup-num-tokens", 3
+    assert run(*asked, *lookup).stdout == found.stdout
+    small = model_folder(tmp_path / "small", num_hidden_layers=1)
+    drawn = *asked, "--temperature", 0.8, "--seed", 3
+    for how in (asked, drawn):
+        drafted = run(*how, "--draft", small, "--draft-num-tokens", 2)
+        assert drafted.stdout == run(*how).stdout
+    refused = run(*asked, "--draft", small, *lookup, code=2)
+    assert "Give one of --draft and --prompt-lookup-num-tokens" in refused.output
+    tokenizer(chat_template=CHAT, additional_special_tokens=["<x>"]).save_pretrained(
+        small
+    )
+    refused = run(*asked, "--draft", small, code=2)
+    assert re.search("another vocabulary.*46 and 45 words, and '<x>'", refused.output)
 
 
 @pytest.mark.slow
