@@ -82,7 +82,10 @@ def test_a_mistake_is_one_clean_message(file):
         (("--batch-sizes", "0"), "at least 1"),
         (("--prompt-length", 60), "60 tokens.*more than the 64"),
         (("--set", "model=null"), "has no model section"),
-        (("--set", "mesh.fsdp=2"), "Generation runs on one device, and there are 2"),
+        (
+            ("--set", "mesh.fsdp=1", "--set", "mesh.seq=2"),
+            r"mesh\.seq = 2 divides positions",
+        ),
     ):
         found = run(file, *LENGTHS, *options, code=2)
         assert re.search(message, found.stderr, re.DOTALL)

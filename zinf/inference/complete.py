@@ -29,7 +29,8 @@ class Asked:
     Attributes:
         rows: sequences of a microbatch, which run as one array. With fewer prompts the
             other rows are filled. The tokens of a sequence depend on `rows` within
-            rounding, and not on the number of prompts.
+            rounding, and not on the number of prompts. There are more of them if
+            devices could not divide them evenly.
         batch_size: the most sequences that are streamed together; None: as many as
             the budgets allow.
         drafts: guesses of next tokens; None for none.
@@ -108,7 +109,8 @@ def _written(
     open_numbers: set[int] = set()
     switches_at = planner.decoder.switches_at
     num_new, num_guesses = asked.max_new_tokens, planner.num_guesses
-    groups = by_part(requests, asked.rows, num_new, switches_at, num_guesses)
+    rows = planner.whole_rows(asked.rows)
+    groups = by_part(requests, rows, num_new, switches_at, num_guesses)
     for part, group in groups.items():
         make = partial(make_generation, planner, part.shape)
         made: AbstractGeneration = kept(part.shape, make)

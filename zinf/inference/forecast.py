@@ -179,7 +179,7 @@ def forecasts(
 
     def forecast(batch_size: int) -> Forecast | Unfit:
         # As `zinf generate`: a single prompt is a row, and lines of a file are ROWS.
-        rows = 1 if batch_size == 1 else ROWS
+        rows = planner.whole_rows(1 if batch_size == 1 else ROWS)
         shape = shape_of(rows, prompt_length, max_new_tokens)
         try:
             if shape not in made:

@@ -99,6 +99,9 @@ def why_not_fused(planner: GenerationPlanner) -> str | None:
         return "Streamed, because execution is 'streamed'."
     if planner.num_guesses:
         return "Streamed, because drafts are checked by streamed programs."
+    count = planner.planner.rule.mesh.size
+    if count > 1:
+        return f"Streamed, because {count} devices divide weights and sequences."
     asked = planner.planner.config.param_tier
     if asked not in (None, Tier.DEVICE):
         return f"Streamed, because offload_param asks for weights on {asked}."

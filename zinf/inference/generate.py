@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.core.memory import Stores, to_host
+from zinf.core.memory import Stores, to_devices, to_host
 from zinf.core.plan import cache
 from zinf.core.program import ArraySpec, Tier
 from zinf.core.sharding.mesh import first_cpu
@@ -122,7 +122,7 @@ class _Run:
                 spec = self.spec(name)
                 zeros = np.zeros(spec.shape, jax.numpy.dtype(spec.dtype))
                 if name in self.caches:
-                    self.home(name).write(cache(name, m), zeros).result()
+                    self.keep(name, m, zeros)
                 else:
                     passed[name] = zeros
 
@@ -270,9 +270,16 @@ class _Run:
 
     def replace(self, name: str, m: int, content: np.ndarray) -> None:
         if name in self.caches:
-            self.home(name).write(cache(name, m), content).result()
+            self.keep(name, m, content)
         else:
             self.passed[m][name] = content
+
+    def keep(self, name: str, m: int, content: np.ndarray) -> None:
+        """Write a leaf of the caches where it rests."""
+        array, kept = cache(name, m), [content]
+        if self.homes[array] == Tier.DEVICE:
+            kept = to_devices(kept, [self.planned.decode.layouts.of(array)])
+        self.home(name).write(array, kept[0]).result()
 
     def draw_first(self, logits: Mapping[int, np.ndarray]) -> None:
         """Draw the first token of the sequences in some rows."""

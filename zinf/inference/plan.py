@@ -20,6 +20,7 @@ from zinf.core.jaxpr.keys import in_words
 from zinf.core.plan import InfeasibleError
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier, open_tiers
 from zinf.core.segment import Function, named_leaves
+from zinf.core.sharding import Dim
 from zinf.core.step.arrays import array_specs
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.planner import Planner
@@ -132,8 +133,8 @@ class GenerationPlanner:
         whole_experts: never read those experts alone that tokens chose.
 
     Raises:
-        NotImplementedError: the planner is for several devices, or the decoder cannot
-            check guesses.
+        NotImplementedError: the planner is for several processes, or for devices that
+            divide positions, or the decoder cannot check guesses.
     """
 
     planner: Planner
@@ -150,11 +151,22 @@ class GenerationPlanner:
     def __post_init__(self) -> None:
         if self.num_guesses:
             self.decoder.check_drafts()
-        count = self.planner.rule.mesh.size
+        count = self.planner.group.count
         if count > 1:
             raise NotImplementedError(
-                f"Generation runs on one device, and there are {count}. Use one."
+                f"Generation runs in one process, and there are {count}. Use one."
             )
+        parts = self.planner.rule.size(Dim.SEQUENCE)
+        if parts > 1:
+            raise NotImplementedError(
+                f"mesh.seq = {parts} divides positions, of which generation computes "
+                "one at a time. Use mesh.fsdp or mesh.tensor."
+            )
+
+    def whole_rows(self, rows: int) -> int:
+        """At least so many rows, which devices that divide examples divide evenly."""
+        count = self.planner.rule.size(Dim.BATCH)
+        return -(-rows // count) * count
 
     def spec(self, array: ArrayId) -> ArraySpec:
         """The spec of an array at rest, or of rows of one."""

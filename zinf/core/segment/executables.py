@@ -201,8 +201,11 @@ class BodyExecutables(BodyPasses):
             given = (*arguments[:first], *caches, *arguments[first:])
             return self.call(self._wholes(given, (True,) * len(self.params)))
 
+        # A cache stays as it is divided, or its memory could not be used again.
+        caches = [layout.device for layout in self.inputs[-len(self.spec.caches) :]]
+        placed = [results] * len(self.spec.outputs) + caches
         jitted = jax.jit(
-            in_place, donate_argnums=1, out_shardings=results, keep_unused=True
+            in_place, donate_argnums=1, out_shardings=placed, keep_unused=True
         )
         return compile_for(self.mesh, jitted.lower(rest, self.abstract[first:end]))
 
