@@ -203,7 +203,7 @@ def axis_rule(
             _check_within_processes(mesh, others, f"{what} is on", instead)
     if not axes_of(mesh, Dim.ROWS):
         encoding = gradient_encoding = None
-    if mesh.size == 1:
+    if signs is not None and mesh.size == 1:
         signs = None
     if signs is not None:
         _check_exchange(mesh, "OneBitAdam averages momenta")
