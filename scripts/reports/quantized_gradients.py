@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 import zinf
+from zinf.core.optim.decision import NonFiniteError
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = GPTConfig(num_layers=4, num_heads=4, embed_dim=256, max_length=64)
@@ -79,7 +80,7 @@ def losses(way: Section, num_steps: int, batch: int, seed: int) -> list[float]:
             tokens = np.stack([content[i : i + length + 1] for i in starts])
             try:
                 found.append(engine.step({"tokens": tokens.astype(np.int32)})["loss"])
-            except zinf.NonFiniteError:
+            except NonFiniteError:
                 break
     return found
 
