@@ -146,6 +146,11 @@ class Checkpoints:
         """
         self._keeper.keep_best(step)
 
+    @property
+    def best_step(self) -> int | None:
+        """The step that `keep_best` was given last; None if it was not called."""
+        return self._keeper.best_step
+
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, complete or being saved; None if none."""
         return self._keeper.latest_step()

@@ -54,6 +54,11 @@ class AbstractKeeper(ABC):
         """
         self._best = [*self._best, step] if step not in self._own else [step]
 
+    @property
+    def best_step(self) -> int | None:
+        """The step that was named best last; None if none was."""
+        return self._best[-1] if self._best else None
+
     def _rotate(self, step: int) -> list[int]:
         """Count a checkpoint that is complete; returns those to delete now."""
         self._own.append(step)

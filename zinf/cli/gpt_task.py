@@ -198,7 +198,7 @@ class GptTask:
 
     def check_exports(self) -> None:
         run = self.config.run
-        keys = "export", "export_adapter", "push_to_hub"
+        keys = "export", "export_adapter", "export_best", "push_to_hub"
         asked = [key for key in keys if getattr(run, key)]
         if asked:
             raise ValueError(
@@ -220,7 +220,9 @@ class GptTask:
     ) -> tuple[grain.IterDataset, Sequence[Hook]]:
         return data, ()
 
-    def export(self, engine: Any, say: Callable[[str], None]) -> None: ...
+    def export(
+        self, source: Any, say: Callable[[str], None], *, step: int | None = None
+    ) -> None: ...
 
     def write_adapter(self, tensors: AbstractTensors, output: Path) -> None:
         save_adapter(self._adapted(*self._given(ALONE)), tensors, output)

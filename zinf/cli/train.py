@@ -182,12 +182,13 @@ def train_held(
                 if has_saved and not group.goes_on_by_itself:
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
-        if group.count == 1:
+        best = checkpoints.best_step if config.run.export_best else None
+        if group.count == 1 and best in (None, engine.num_steps):
             task.export(engine, say)
         elif group.is_first:
-            # Reading an engine takes all processes; its last checkpoint, only this one.
-            with Saved(find(folder, engine.num_steps)) as saved:
-                task.export(saved, say)
+            # Reading an engine takes all processes; a checkpoint, only this one.
+            with Saved(find(folder, best or engine.num_steps)) as saved:
+                task.export(saved, say, step=best)
     say(f"The metrics of each step are in {metrics}.")
     if trace is not None and trace.exists():
         picture = shlex.join(["zinf", "plot", str(trace)])

@@ -117,8 +117,6 @@ REFUSED = {
     "eval-packing": "Evaluations are packed as training is.",
     "deepspeed": "Name the file as the config of zinf train.",
     "fsdp": "zinf train CONFIG divides state: zero_optimization.stage, mesh.",
-    "load-best-model-at-end": "The tuned model is that of the last step; --set "
-    "run.keep_best=true keeps the best checkpoint beside it.",
     "metric-for-best-model": "The best checkpoint (run.keep_best) goes by the loss.",
     "group-by-length": "Use data_efficiency's dynamic_batching (--set).",
     "auto-find-batch-size": "zinf plan --model says what fits, before the run.",
@@ -293,6 +291,9 @@ class _Options:
         self._add_optimizer()
         self._add_report()
         self._add_evaluations()
+        if self._is_on("load-best-model-at-end"):
+            self.set("run.keep_best", "true")
+            self.set("run.export_best", "true")
         self._add_batch()
         self._add_schedule()
         self._add_precision()
@@ -427,6 +428,7 @@ KEPT = {
     "loss-type",
     "optim",
     "eval-steps",
+    "load-best-model-at-end",
     "report-to",
     "resume-from-checkpoint",
     "per-device-train-batch-size",

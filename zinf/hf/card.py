@@ -46,19 +46,20 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_of(config: Config, metrics: Path) -> Run:
+def run_of(config: Config, metrics: Path, *, step: int | None = None) -> Run:
     """What a card says of the run of a config.
 
     Args:
         metrics: the file with a JSON object for each step. Without it, the card has no
             figures.
+        step: the last one that counts; None: that of the end.
     """
     data = config.data
     paths = [] if isinstance(data.paths, str) else [*data.paths]
     held_out = [*(data.evaluation_paths or ())]
     names = [Path(path).name for path in paths]
     names += [f"{Path(path).name} (evaluation)" for path in held_out]
-    return Run(data.objective, tuple(names), _figures(metrics), _settings(config))
+    return Run(data.objective, tuple(names), _figures(metrics, step), _settings(config))
 
 
 def card_of(base: str, *, adapter: bool, run: Run | None = None, more: str = "") -> str:
@@ -99,7 +100,7 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _figures(metrics: Path) -> dict[str, Any]:
+def _figures(metrics: Path, step: int | None) -> dict[str, Any]:
     """The last value of each figure, and the number of steps."""
     found: dict[str, Any] = {}
     if not metrics.is_file():
@@ -109,6 +110,8 @@ def _figures(metrics: Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             continue
         if "step" in values:
+            if step is not None and values["step"] > step:
+                break
             found["steps"] = values["step"]
         found |= {
             name: values[key]

@@ -180,8 +180,11 @@ def _compared(
             return _left(name, NOT_TINY, error)
         try:
             logits, gradients = _own_results(config, auto_class, module, ids, pull)
-        except Exception as error:  # The model itself would raise it too, later.
-            return _left(name, REFUSED, error)
+        except Exception as error:
+            # Tokens are all that a causal model is called with, so the model itself
+            # would raise it too. Others may need more than tokens.
+            is_causal = auto_class == Model.auto_class
+            return _left(name, REFUSED if is_causal else NOT_COMPARED, error)
     off = _off(logits, wanted, np.abs(wanted).max())
     largest = max(np.abs(g).max() for g in wanted_gradients.values())
     by_leaf = {

@@ -306,6 +306,14 @@ class Task:
                 "run.export_adapter names a folder, and the config has no adapter "
                 "section. Remove it, or add one, such as adapter: {r: 16}."
             )
+        uploads = "push_to_hub" if run.push_to_hub else None
+        asked = "export_best" if run.export_best else uploads
+        if asked and self._pushed is None:
+            raise ValueError(
+                f"run.{asked} is about a folder that is written, and neither "
+                "run.export nor run.export_adapter names one. Name one, or leave it "
+                "out."
+            )
         if not run.push_to_hub:
             if run.hub_model_id is not None:
                 raise ValueError(
@@ -313,11 +321,6 @@ class Task:
                     "Set run.push_to_hub (--push-to-hub), or leave it out."
                 )
             return
-        if self._pushed is None:
-            raise ValueError(
-                "run.push_to_hub uploads a folder, and neither run.export nor "
-                "run.export_adapter names one. Name one, or leave it out."
-            )
         check_login(self._repository)
 
     @property
@@ -342,17 +345,27 @@ class Task:
         """Read the buffers of the files, which are constants of the loss."""
         self.model.read_buffers()
 
-    def export(self, source: Engine | Saved, say: Callable[[str], None]) -> None:
+    def export(
+        self,
+        source: Engine | Saved,
+        say: Callable[[str], None],
+        *,
+        step: int | None = None,
+    ) -> None:
         """Write what `run.export` and `run.export_adapter` ask for, after the run.
 
         Args:
-            source: the engine of the run, or its last checkpoint.
+            source: the engine of the run, or a checkpoint of it.
+            step: of the checkpoint, if it is not the last one.
         """
         run = self.config.run
         if run.export is None and run.export_adapter is None:
             return
         tensors, adapted = parameters(source, run.weights), None
-        trained = run_of(self.config, run.metrics or run.output / METRICS)
+        metrics = run.metrics or run.output / METRICS
+        trained = run_of(self.config, metrics, step=step)
+        if step is not None:
+            say(f"The best evaluation was after step {step}, which is exported.")
         if self.config.adapter is not None:
             is_here = isinstance(source, ModelEngine)
             adapted = source.adapted if is_here else self.adapted()

@@ -28,6 +28,7 @@ from zinf.core.rollouts.asking import Function
 from zinf.core.rollouts.calls import Reward
 from zinf.core.trainer import Trainer
 from zinf.data.configured import batch_size
+from zinf.hf.card import run_of
 from zinf.hf.engine import ModelEngine
 from zinf.hf.export import export, export_adapter
 from zinf.hf.judge import judges_among, load_rewards
@@ -343,11 +344,13 @@ class AbstractRewardTrainer:
 
     def save_model(self, output_dir: str | Path) -> None:
         """Write the trained model, or with adapters these alone, as TRL does."""
+        run = self.config.run
+        trained = run_of(self.config, run.metrics or run.output / METRICS)
         if self.engine.adapted is not None:
-            export_adapter(self.engine, output_dir)
+            export_adapter(self.engine, output_dir, run=trained)
             return
         dtype = self.task.model.stored_dtype or self.config.compute_dtype
-        export(self.engine, output_dir, dtype=dtype)
+        export(self.engine, output_dir, dtype=dtype, run=trained)
 
     def close(self) -> None:
         self.engine.close()

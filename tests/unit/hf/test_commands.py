@@ -144,6 +144,33 @@ def test_a_folder_with_adapters_alone_has_the_tokenizer(merges, tmp_path):
     assert settings["r"] == 2 and settings["peft_type"] == "LORA"
 
 
+@pytest.mark.slow
+def test_the_best_of_a_run_may_be_exported(tmp_path):
+    """The rate is so high that the last step is not the best."""
+    folder, data = model_folder(tmp_path), data_file(tmp_path)
+    common = ["--data", data, "--samples", 3, "--learning-rate", 0.1]
+    common += [
+        "--eval-data",
+        data,
+        "--eval-steps",
+        1,
+        "--lr_scheduler_type",
+        "constant",
+    ]
+    best, shorter = tmp_path / "best", tmp_path / "shorter"
+    ended = ["--load_best_model_at_end", "true", "--steps", 4]
+    done = run("finetune", folder, *common, *ended, "--output", best)
+    losses = [line["evaluation_loss"] for line in metrics_of(tmp_path / "best.run")]
+    step = 1 + int(np.argmin(losses))
+    assert step < 4
+    assert f"The best evaluation was after step {step}, which is exp" in done.output
+    run("finetune", folder, *common, "--steps", step, "--output", shorter)
+    one, other = (load_file(x / "model.safetensors") for x in (best, shorter))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    assert f"* steps: {step}\n" in (best / "README.md").read_text()
+
+
 class FakeHub:
     """The client of the hub, which records what it is asked for."""
 

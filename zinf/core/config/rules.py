@@ -161,6 +161,9 @@ def _training(config: Settings) -> Iterator[Violation]:
         if getattr(run, key) and run.evaluate_every is None:
             text = "goes by evaluations, and there are none: set run.evaluate_every."
             yield ("run", key), text
+    if run.export_best and not run.keep_best:
+        text = "exports the checkpoint that is kept as the best: set run.keep_best."
+        yield ("run", "export_best"), text
     if run.weights == "ema" and (optimizer is None or optimizer.ema is None):
         text = "ema is an average that no update keeps: set optimizer.ema, as 0.999."
         yield ("run", "weights"), text

@@ -444,6 +444,9 @@ class Run(Section):
     """Folder for the trained adapters, in the form that PEFT loads, with
     model.huggingface and an adapter section; null: none is written."""
 
+    export_best: Flag = False
+    """Export the checkpoint of the best evaluation (keep_best), not that of the end."""
+
     push_to_hub: Flag = False
     """Upload `export`, or `export_adapter` without it, to the Hugging Face hub."""
 
