@@ -7,7 +7,8 @@ operations run here too, for one parameter at a time, or for some experts of one
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -95,11 +96,30 @@ class Conversion:
         for pattern, found in tensors.items():
             for tensor in found:
                 converter.add_tensor(self.name, self.name, pattern, tensor)
-        done = converter.convert(self.name, model=model, config=model.config)
+            if self.is_by_row and len(found) == 1:
+                # One row is a stack already: torch would copy it.
+                converter.collected_tensors[pattern] = found[0][None]
+        with one_thread():
+            done = converter.convert(self.name, model=model, config=model.config)
         return {
             name: tensor[0] if isinstance(tensor, list) else tensor
             for name, tensor in done.items()
         }
+
+
+@contextmanager
+def one_thread() -> Generator[None, None, None]:
+    """In the `with` block, torch computes in this thread alone.
+
+    Conversions copy some MB, and on a busy machine threads of torch wait for each other
+    longer than that takes.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def dims(operation: Any) -> list[int]:
