@@ -16,11 +16,9 @@ import numpy as np
 
 from zinf import hf
 from zinf.cli.outputs import JsonLines, check_output, resumed
-from zinf.cli.rating import print_rating
 from zinf.core.config import Config
 from zinf.core.config.deciding import deciding
 from zinf.core.text.complaint import complain, tell
-from zinf.hf.rating import is_reward_model
 from zinf.inference import ROWS, Drafts, Sampling, bucket
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
@@ -261,11 +259,19 @@ def print_evaluation(
 ) -> None:
     """Prints the mean loss of the lines of files, in nats a token, and the speed.
 
-    Of a reward model see `print_rating`.
+    Of a reward model it prints how often chosen answers have the higher score, and by
+    how much.
     """
-    if is_reward_model(name):
-        limits = {"sequence_length": sequence_length, "too_long": too_long}
-        print_rating(name, data, config, **limits)
+    if hf.is_reward_model(name):
+        start, limit = perf_counter(), sequence_length
+        given = name, data, config
+        found = hf.rate(*given, sequence_length=limit, too_long=too_long, say=tell)
+        count, seconds = len(found.scores), perf_counter() - start
+        tell(
+            f"loss {found.loss:.6g}, accuracy {found.accuracy:.6g}, margin "
+            f"{found.margin:.6g}, mean reward {found.scores.mean():.6g}, {count:,} "
+            f"pairs, {count / seconds:,.1f} pairs/s"
+        )
         return
     model = hf.load_as_stored(name, base=base)
     if model.max_length is not None:

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from zinf.hf.quantize import calibration_rows as calibration_rows
     from zinf.hf.quantize import check_quantizing as check_quantizing
     from zinf.hf.quantize import quantize as quantize
+    from zinf.hf.rating import is_reward_model as is_reward_model
+    from zinf.hf.rating import rate as rate
     from zinf.hf.reader import AbstractReader as AbstractReader
     from zinf.hf.records import records as records
     from zinf.hf.samples import Tokenizing as Tokenizing
