@@ -180,7 +180,7 @@ class Task:
 
         Raises:
             InfeasibleError: the budgets have no room for all of them.
-            NotImplementedError: several processes are to draw, or several devices.
+            NotImplementedError: several processes are to draw.
         """
         config, drawing = self.config, self.objective.drawing
         if drawing is None:
@@ -189,12 +189,6 @@ class Task:
             raise NotImplementedError(
                 f"data.objective {config.data.objective} draws texts in one process, "
                 f"and this run has {group.count}. Use one process."
-            )
-        if mesh.size > 1:
-            raise NotImplementedError(
-                f"With data.objective {config.data.objective} the model draws "
-                f"completions, which it does on one device, and there are {mesh.size}. "
-                "Set mesh: {fsdp: 1}."
             )
         judges = drawing.judges(config) if judges is None else judges
         shape = {"rows": batch_size(config), "length": self.length}

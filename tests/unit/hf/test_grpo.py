@@ -380,13 +380,6 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "a schedule": lambda: make(lr_scheduler_type="polynomial"),
         "an empty file": from_file,
         "no data": lambda: hf.GRPOTrainer(folder, evens),
-        "several devices": lambda: hf.GRPOTrainer(
-            folder,
-            evens,
-            hf.GRPOConfig(max_completion_length=6),
-            records(),
-            {"mesh": {"fsdp": 2}},
-        ),
     }
     golden.check("grpo.txt", refusals(mistakes, tmp_path))
 

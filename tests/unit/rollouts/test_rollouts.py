@@ -326,20 +326,6 @@ def config_on(tier, folder):
     return streamed(name, folder / "nvme", persistence_threshold=0)
 
 
-@dataclass
-class Beside:
-    """An engine that scores, and what draws in its place."""
-
-    engine: zinf.Engine
-    drawing: Drawing
-
-    def sample(self, prompts, **asked):
-        return self.drawing.sample(prompts, **asked)
-
-    def log_probabilities(self, batch, **asked):
-        return self.engine.log_probabilities(batch, **asked)
-
-
 def train(
     settings,
     steps,
@@ -348,13 +334,11 @@ def train(
     shape=SHAPE,
     checkpoints=None,
     tell=None,
-    drawing=None,
     **named,
 ):
     """The metrics of each step of a run of zinf's own GPT.
 
-    `tell` gets those of each step when it has ended. `drawing` draws in place of the
-    engine.
+    `tell` gets those of each step when it has ended.
     """
     policy = policy_loss(settings)
 
@@ -378,8 +362,7 @@ def train(
     )
     with engine:
         tell = tell or (lambda metrics: found.append(dict(metrics)))
-        drawn = engine if drawing is None else Beside(engine, drawing)
-        hooks = [data.of(drawn).hook, zinf.Hook(tell)]
+        hooks = [data.of(engine).hook, zinf.Hook(tell)]
         zinf.Trainer(
             engine,
             data,
@@ -431,16 +414,13 @@ def test_rewards_and_losses_are_equal_wherever_arrays_rest(tmp_path):
 
 @pytest.mark.slow
 def test_four_devices_learn_what_one_does():
-    """All but the draws, which are on one device."""
     settings = Grpo(num_generations=8, max_completion_length=8)
     one, four = (
-        train(settings, 3, config=config, drawing=Drawing())
+        train(settings, 2, config=config)
         for config in ({}, {"mesh": {"fsdp": 4}, "zero_optimization": {"stage": 3}})
     )
-    np.testing.assert_allclose(numbers(four), numbers(one), rtol=1e-5, atol=1e-6)
-    # Draws of another distribution are far from the model, and differ by rounding too.
-    assert four[0][DIFFERENCE] > 0.1
-    np.testing.assert_allclose(four[0][DIFFERENCE], one[0][DIFFERENCE], rtol=1e-5)
+    # The same texts are drawn; sums are in another order.
+    np.testing.assert_allclose(numbers(four), numbers(one), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
