@@ -27,6 +27,12 @@ FIGURES = {
 # Sections that say where things are on one machine, and change no number.
 OF_MACHINE = ("memory", "mesh", "rates", "compile_cache")
 KEPT_OF_RUN = ("steps", "seed", "weights")
+# Keys that name models and functions, which may be files of one machine.
+NAMED = (("model", "huggingface"),) + tuple(
+    (section, key)
+    for section in ("grpo", "ppo")
+    for key in ("rewards", "environment", "critic")
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,17 @@ def _settings(config: Config) -> dict[str, Any]:
         if isinstance(found.get("data", {}).get(key), list):
             found["data"][key] = [Path(x).name for x in found["data"][key]]
     found.get("data", {}).pop("cache", None)
-    model = found.get("model") or {}
-    if Path(str(model.get("huggingface", ""))).exists():
-        model["huggingface"] = Path(model["huggingface"]).name
+    for section, key in NAMED:
+        values = found.get(section) or {}
+        if isinstance(values.get(key), list):
+            values[key] = [_without_folder(x) for x in values[key]]
+        elif key in values:
+            values[key] = _without_folder(values[key])
     return found
+
+
+def _without_folder(name: str) -> str:
+    """A file, a function in one or a folder without where it is; other names whole."""
+    file, _, _ = name.partition(".py:")
+    places = (Path(name), Path(f"{file}.py"))
+    return PurePath(name).name if any(x.exists() for x in places) else name

@@ -99,6 +99,8 @@ def test_the_command_makes_a_model_that_does_what_is_rewarded(tmp_path):
     html = (tmp_path / "tuned.run/report.html").read_text()
     assert all(f'"{title}"' in html for title in ("reward", "tokens of a completion"))
     # The tuned model loads, and draws what it learnt.
+    card = (output / "README.md").read_text()
+    assert "rewards.py:" in card and str(tmp_path) not in card
     model = reloaded(output)
     assert model.num_parameters() > 0
     run(
