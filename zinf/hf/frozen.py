@@ -86,6 +86,7 @@ def place(
     run: Callable[[Config], ModelEngine],
     *,
     number: int,
+    output_bytes: int = 0,
 ) -> Frozen:
     """A frozen model within its share of what a config has left.
 
@@ -94,6 +95,8 @@ def place(
         run: opens the engine with a config, and runs the largest batch that it will
             ever get.
         number: of the models that are placed beside each other, from 1.
+        output_bytes: of what a batch gives. On the host it may lie beside all else that
+            a pass holds or not: threads free values in no fixed order.
 
     Raises:
         InfeasibleError: it does not fit its share.
@@ -103,6 +106,7 @@ def place(
         engine = run(own)
     peaks = engine.plan.peak_bytes
     held = {t: max(peaks[t], engine.stores.peak_bytes(t)) for t in Tier}
+    held[Tier.HOST] += output_bytes
     return Frozen(title, engine.model.name, held, budgets, engine)
 
 

@@ -96,9 +96,9 @@ class Judge(AbstractRewardModel):
             prefill.run([self._row([0] * longest)] * min(rows, ROWS_AT_ONCE))
             return prefill.engine(longest)
 
-        frozen = place(
-            f"the reward model {self.name}", config, mesh, run, number=number
-        )
+        num_bytes = min(rows, ROWS_AT_ONCE) * np.float32().itemsize
+        named = {"number": number, "output_bytes": num_bytes}
+        frozen = place(f"the reward model {self.name}", config, mesh, run, **named)
         return replace(self, frozen=frozen, prefill=prefills[0], longest=longest)
 
     def longest_of(self, length: int) -> int:

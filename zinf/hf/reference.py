@@ -46,7 +46,8 @@ def open_reference(
         _scores(engine, {"input_ids": zeros, "labels": zeros}, temperature, count)
         return engine
 
-    frozen = place("the reference", config, mesh, run, number=1)
+    named = {"number": 1, "output_bytes": rows * length * np.float32().itemsize}
+    frozen = place("the reference", config, mesh, run, **named)
     return Reference(frozen, temperature, count)
 
 
