@@ -3,6 +3,7 @@
 import json
 import logging
 import platform
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -277,21 +278,10 @@ def grpo(
     the others become likelier (GRPO, or RLOO). Options have the names of TRL. Metrics,
     completions and checkpoints of the run are in the folder OUTPUT.run.
     """
-    from zinf.cli.finetune import finetune_model, of_rewards
-    from zinf.cli.group import joined
-
-    with joined(place, traceback) as group:
-        named = {"data": data, "rewards": reward, "samples": samples}
-        raw = of_rewards(model, "grpo", **named, **options)
-        finetune_model(
-            raw,
-            overrides or (),
-            output=output,
-            merges=merge,
-            epochs=epochs,
-            group=group,
-            allow_changed=allow_changed or (),
-        )
+    given = {"data": data, "rewards": reward, "samples": samples, **options}
+    run = {"output": output, "merges": merge, "epochs": epochs}
+    run |= {"overrides": overrides or (), "allow_changed": allow_changed or ()}
+    _tune_by_rewards(model, "grpo", given, run, place=place, traceback=traceback)
 
 
 @app.command(cls=FamiliarCommand)
@@ -319,21 +309,32 @@ def ppo(
     the reward models, within one budget. Options have the names of TRL. Metrics,
     completions and checkpoints of the run are in the folder OUTPUT.run.
     """
+    given = {"data": data, "rewards": reward, "samples": samples, **options}
+    run = {"output": output, "merges": merge, "epochs": epochs}
+    run |= {"overrides": overrides or (), "allow_changed": allow_changed or ()}
+    _tune_by_rewards(model, "ppo", given, run, place=place, traceback=traceback)
+
+
+def _tune_by_rewards(
+    model: str,
+    objective: str,
+    given: Mapping[str, Any],
+    run: Mapping[str, Any],
+    *,
+    place: Place,
+    traceback: bool,
+) -> None:
+    """`zinf grpo` and `zinf ppo`.
+
+    Args:
+        given, run: arguments of `of_rewards` and of `finetune_model`.
+    """
     from zinf.cli.finetune import finetune_model, of_rewards
     from zinf.cli.group import joined
 
     with joined(place, traceback) as group:
-        named = {"data": data, "rewards": reward, "samples": samples}
-        raw = of_rewards(model, "ppo", **named, **options)
-        finetune_model(
-            raw,
-            overrides or (),
-            output=output,
-            merges=merge,
-            epochs=epochs,
-            group=group,
-            allow_changed=allow_changed or (),
-        )
+        raw = of_rewards(model, objective, **given)
+        finetune_model(raw, group=group, **run)
 
 
 @app.command()
