@@ -80,6 +80,7 @@ LATE: dict[str, tuple[str, ...]] = {
     ),
     "zinf.cli.data": ("zinf.cli", "zinf.data", "zinf.core.memory"),
     "zinf.cli.inference": ("zinf.cli",),
+    "zinf.cli.compress": ("zinf.cli",),
     "zinf.cli.report": ("zinf.core.memory",),
     "zinf.data.extract": ("pyarrow",),
     "zinf.cli.errors": ("zinf.core.memory", "zinf.core.optim", "zinf.core.plan"),

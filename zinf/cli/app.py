@@ -10,20 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from zinf.cli.checkpoint import checkpoint_app
-from zinf.cli.data import data_app
-from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
-from zinf.cli.inference import (
+from zinf.cli.arguments import (
     AllowChanged,
+    Overrides,
+    ShowTraceback,
     WeightBits,
     WholeModel,
-    embed,
-    evaluate,
-    generate,
-    prune,
-    quantize,
-    score,
 )
+from zinf.cli.checkpoint import checkpoint_app
+from zinf.cli.compress import prune, quantize
+from zinf.cli.data import data_app
+from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
+from zinf.cli.inference import embed, evaluate, generate, score
 from zinf.cli.options import FINETUNE, GRPO, PPO, with_options
 from zinf.cli.trl import FamiliarCommand
 from zinf.core.process.uncollected import uncollected
@@ -84,10 +82,6 @@ Merge = Annotated[
         "OUTPUT.adapter; else the adapters alone to OUTPUT.",
     ),
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=C", help="Set a key of the config; repeatable."),
-]
 IgnoreUnsupported = Annotated[
     bool,
     typer.Option(
@@ -96,9 +90,6 @@ IgnoreUnsupported = Annotated[
     ),
 ]
 IGNORE = "ignore_unsupported=true"
-ShowTraceback = Annotated[
-    bool, typer.Option("--traceback", help="Show where an error comes from.")
-]
 
 
 def show_version(is_asked: bool) -> None:

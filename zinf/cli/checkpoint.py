@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zinf.cli.arguments import ShowTraceback
 from zinf.cli.errors import clean_errors
 from zinf.core.text.complaint import tell
 from zinf.core.text.json_text import from_json
@@ -30,9 +31,6 @@ NamesFile = Annotated[
     typer.Option(
         "--names", help="A JSON file: names of tensors by key path of the parameter."
     ),
-]
-ShowTraceback = Annotated[
-    bool, typer.Option("--traceback", help="Show where an error comes from.")
 ]
 
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from zinf.cli.arguments import TooLong
 from zinf.cli.errors import clean_errors
-from zinf.cli.inference import TooLong
 from zinf.core.text.complaint import tell
 
 data_app = typer.Typer(no_args_is_help=True, help="Data for training.")

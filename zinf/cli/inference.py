@@ -1,65 +1,28 @@
-"""Declares `zinf generate`, `evaluate`, `score`, `embed` and `quantize`."""
+"""Declares `zinf generate`, `evaluate`, `score` and `embed`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from zinf.cli.arguments import (
+    AllowChanged,
+    Base,
+    ModelName,
+    Nvme,
+    Overrides,
+    ShowTraceback,
+    TooLong,
+    WeightBits,
+)
 from zinf.cli.errors import clean_errors
 
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        help="A folder with config.json, safetensors and tokenizer, or with an "
-        "adapter, or a name on the Hugging Face hub."
-    ),
-]
-WholeModel = Annotated[
-    str,
-    typer.Argument(
-        help="A folder with config.json, safetensors and tokenizer, or a name on "
-        "the Hugging Face hub."
-    ),
-]
-Base = Annotated[
-    str | None,
-    typer.Option(help="The model that an adapter is for; else the one it names."),
-]
-Nvme = Annotated[
-    Path | None,
-    typer.Option(help="Folder on a drive, for weights that memory has no room for."),
-]
-WeightBits = Annotated[
-    int | None,
-    typer.Option(
-        metavar="8|4", help="Keep weights of linear layers in 8 or 4 bits each."
-    ),
-]
-AllowChanged = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY",
-        help="Go on although this setting is another than before; repeatable.",
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="A.B=C",
-        help="Set a key of a config, such as memory.host=8GiB; repeatable.",
-    ),
-]
 MaxLength = Annotated[
     int | None,
     typer.Option(
         min=2,
         help="Most tokens of a line; if absent, what the model was made for.",
     ),
-]
-TooLong = Literal["error", "truncate", "drop"]
-ShowTraceback = Annotated[
-    bool, typer.Option("--traceback", help="Show where an error comes from.")
 ]
 
 
@@ -448,125 +411,6 @@ def embed(
             max_length=max_length,
             too_long=too_long,
             allow_changed=allow_changed or (),
-        )
-
-
-def quantize(
-    model: WholeModel,
-    output: Annotated[
-        Path,
-        typer.Option(help="Folder for the model; it appears only when it is complete."),
-    ],
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Texts whose inputs gptq sees: JSON lines, a JSON array or parquet, "
-            "with lines as zinf finetune takes; repeatable."
-        ),
-    ] = None,
-    bits: Annotated[
-        int, typer.Option(metavar="4|8", help="Of each number of a linear layer.")
-    ] = 4,
-    method: Annotated[
-        Literal["gptq", "rtn"],
-        typer.Option(
-            help="gptq changes the outputs of a layer least for the texts of --data; "
-            "rtn rounds each number to the nearest and needs none."
-        ),
-    ] = "gptq",
-    group_size: Annotated[
-        int,
-        typer.Option(min=1, help="Inputs of a layer that share a scale."),
-    ] = 128,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Most rows of --data that are seen.")
-    ] = 128,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of a row, which texts fill one after the other. If absent, "
-            "2048, or what the model was made for.",
-        ),
-    ] = None,
-    nvme: Nvme = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
-) -> None:
-    """Write a model with linear layers in 4 or 8 bits (compressed-tensors).
-
-    zinf and transformers read the folder. Embeddings, output heads, routers and stacked
-    experts stay as they are.
-    """
-    from zinf.cli.generate import budgets
-    from zinf.cli.quantize import write_quantized
-
-    with clean_errors(traceback):
-        write_quantized(
-            model,
-            data or (),
-            output,
-            budgets(overrides or (), nvme, None),
-            bits=bits,
-            method=method,
-            group_size=group_size,
-            samples=samples,
-            sequence_length=sequence_length,
-        )
-
-
-def prune(
-    model: WholeModel,
-    output: Annotated[
-        Path,
-        typer.Option(help="Folder for the model; it appears only when it is complete."),
-    ],
-    experts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Keep so many experts of each layer, the most used."),
-    ] = None,
-    layers: Annotated[
-        str | None, typer.Option(help="Keep these layers, such as 0,4,8.")
-    ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Texts that use experts: JSON lines, a JSON array or parquet, with "
-            "lines as zinf finetune takes; repeatable."
-        ),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Most rows of --data that are read.")
-    ] = 128,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of a row, which texts fill one after the other. If absent, "
-            "2048, or what the model was made for.",
-        ),
-    ] = None,
-    nvme: Nvme = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
-) -> None:
-    """Write a model with the most used of its experts, or with some of its layers.
-
-    zinf and transformers read the folder, and zinf finetune trains it on.
-    """
-    from zinf.cli.generate import budgets
-    from zinf.cli.prune import write_pruned
-
-    with clean_errors(traceback):
-        write_pruned(
-            model,
-            data or (),
-            output,
-            budgets(overrides or (), nvme, None),
-            experts=experts,
-            layers=layers,
-            samples=samples,
-            sequence_length=sequence_length,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zinf.cli.inference import TooLong
+from zinf.cli.arguments import TooLong
 from zinf.core.objectives import FINETUNED, in_help
 
 

@@ -1,0 +1,115 @@
+"""Declares `zinf quantize` and `prune`, which write a smaller model."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from zinf.cli.arguments import (
+    CalibrationLength,
+    ModelFolder,
+    Nvme,
+    Overrides,
+    ShowTraceback,
+    WholeModel,
+)
+from zinf.cli.errors import clean_errors
+
+
+def quantize(
+    model: WholeModel,
+    output: ModelFolder,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Texts whose inputs gptq sees: JSON lines, a JSON array or parquet, "
+            "with lines as zinf finetune takes; repeatable."
+        ),
+    ] = None,
+    bits: Annotated[
+        int, typer.Option(metavar="4|8", help="Of each number of a linear layer.")
+    ] = 4,
+    method: Annotated[
+        Literal["gptq", "rtn"],
+        typer.Option(
+            help="gptq changes the outputs of a layer least for the texts of --data; "
+            "rtn rounds each number to the nearest and needs none."
+        ),
+    ] = "gptq",
+    group_size: Annotated[
+        int,
+        typer.Option(min=1, help="Inputs of a layer that share a scale."),
+    ] = 128,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Most rows of --data that are seen.")
+    ] = 128,
+    sequence_length: CalibrationLength = None,
+    nvme: Nvme = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Write a model with linear layers in 4 or 8 bits (compressed-tensors).
+
+    zinf and transformers read the folder. Embeddings, output heads, routers and stacked
+    experts stay as they are.
+    """
+    from zinf.cli.generate import budgets
+    from zinf.cli.quantize import write_quantized
+
+    with clean_errors(traceback):
+        write_quantized(
+            model,
+            data or (),
+            output,
+            budgets(overrides or (), nvme, None),
+            bits=bits,
+            method=method,
+            group_size=group_size,
+            samples=samples,
+            sequence_length=sequence_length,
+        )
+
+
+def prune(
+    model: WholeModel,
+    output: ModelFolder,
+    experts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep so many experts of each layer, the most used."),
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Keep these layers, such as 0,4,8.")
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Texts that use experts: JSON lines, a JSON array or parquet, with "
+            "lines as zinf finetune takes; repeatable."
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Most rows of --data that are read.")
+    ] = 128,
+    sequence_length: CalibrationLength = None,
+    nvme: Nvme = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Write a model with the most used of its experts, or with some of its layers.
+
+    zinf and transformers read the folder, and zinf finetune trains it on.
+    """
+    from zinf.cli.generate import budgets
+    from zinf.cli.prune import write_pruned
+
+    with clean_errors(traceback):
+        write_pruned(
+            model,
+            data or (),
+            output,
+            budgets(overrides or (), nvme, None),
+            experts=experts,
+            layers=layers,
+            samples=samples,
+            sequence_length=sequence_length,
+        )
