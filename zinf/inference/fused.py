@@ -7,12 +7,15 @@ sequence has ended. It computes what the streamed programs compute, and draws wi
 same keys, so the tokens are the same unless two logits differ by less than the rounding
 of XLA's fusions.
 
-One microbatch of `rows` sequences runs after the other. A prompt that several sequences
-have is read once: prompts are read in blocks, and each sequence copies its row of a
-block. The suffixes are
+A microbatch of `rows` sequences runs at once, each at a place of its own. As soon as
+one ends, the loop does, and a waiting sequence takes its row. A prompt that several
+sequences have is read once: prompts are read in blocks, and each sequence copies its
+row of a block. With drafts, a pass of the loop checks guesses, as streamed programs do.
+The suffixes are
 
   B  sequences of a microbatch    P  prompts of a block     T  tokens of a prompt
   V  words                        W  words of a key         M  most new tokens
+  S  tokens of a pass             L  slots of a text
 """
 
 from collections import OrderedDict
@@ -34,12 +37,14 @@ from zinf.core.step.choice import FUSED, in_short
 from zinf.core.topology import compile_for, memory
 from zinf.inference.decoder import checked_apply
 from zinf.inference.plan import (
+    COUNT,
+    MODEL,
     NAME,
     NO_AXIS,
+    SEEN,
     GenerationPlanner,
     Shape,
     along,
-    row_axes,
 )
 
 # Prompts are read in blocks of about so many tokens, however many sequences share them.
@@ -53,23 +58,29 @@ Arrays = Mapping[str, Any]
 class FusedPrograms:
     """The executables for one shape. Arguments and results are on the device.
 
-    The arrays of a microbatch are {"cache", "logits" (B, V)} after its prompts were
-    read. Its state while tokens are drawn is {"cache", "token" (B,), "written"} and
-    "seen" (B, V) if earlier tokens matter; "written" has what `GenerationPlanner.draw`
-    returns, with places as the second dim: (B, M, ...). For `given` see `Functions`.
+    The arrays of a block are {"cache": see `GenerationPlanner.cache`, "logits" (P, V)}
+    after its prompts were read. The state of a microbatch while tokens are drawn is
+    {"cache", "token" (B,), "place" (B,), "written"}: the last token of each sequence,
+    how many are new, and what `GenerationPlanner.draw` returns for each, with places as
+    the second dim: (B, M, ...). If guesses are made on the device, both also have
+    "text" (B, L) and "start" (B,): prompts padded on the left to T, and what was
+    written after them. For `given` see `Functions`.
 
     Attributes:
         weights: the arrays that `prefill` and `decode` get first, in order, and their
             bytes.
         prefill: `(weights, tokens (P, T), starts (P,)) -> arrays of a block`.
-        empty: `() -> arrays of a microbatch`, of zeros.
-        spread: `(arrays of a microbatch, donated, arrays of a block, rows (B,), is_of
-            (B,)) -> arrays of a microbatch`: sequences with `is_of` get that row.
-        begin: `(logits, seen or None, is_open (B,), given) -> state without its cache,
-            is_open`, with the first token.
-        decode: `(weights, state, donated, is_open, given, place, end) -> (state,
-            is_open, place)`: draws tokens `place` to `end` of each sequence, or fewer
-            if none is open any more.
+        empty: `() -> state`, of zeros.
+        join: `(state, donated, arrays of a block, rows (B,), joins (B,), given) ->
+            state`: the sequences that join get that row of the block, and their first
+            token.
+        decode: `(weights, state, donated, is_open (B,), given, guesses (B, K),
+            num_passes, num_open) -> (state, passes)`: draws more tokens of the open
+            sequences, in so many passes at most, while at least `num_open` of them are
+            open. K is 0 unless the host makes guesses.
+        can_join: whether sequences of a microbatch may be at different places.
+        vocab_size: V.
+        guesses_on_device: whether `decode` makes guesses itself.
         plan: of a token of all sequences of a microbatch.
         workspace_bytes: device memory beside the arrays at rest.
     """
@@ -77,9 +88,11 @@ class FusedPrograms:
     weights: dict[ArrayId, int]
     prefill: Callable
     empty: Callable
-    spread: Callable
-    begin: Callable
+    join: Callable
     decode: Callable
+    can_join: bool
+    vocab_size: int
+    guesses_on_device: bool
     plan: Plan
     workspace_bytes: int
 
@@ -97,8 +110,6 @@ def why_not_fused(planner: GenerationPlanner) -> str | None:
     """Why generation streams, as a sentence; None if it might be fused."""
     if planner.execution == "streamed":
         return "Streamed, because execution is 'streamed'."
-    if planner.num_guesses:
-        return "Streamed, because drafts are checked by streamed programs."
     count = planner.planner.rule.mesh.size
     if count > 1:
         return f"Streamed, because {count} devices divide weights and sequences."
@@ -169,50 +180,73 @@ class Functions:
 
     @property
     def given(self) -> Any:
-        """Shapes and dtypes of the arrays that sampling reads.
+        """Shapes and dtypes of what the host says about the sequences of a microbatch.
 
         `words` (B, W) are keys as words, `ends` the tokens that end a sequence, filled
         with -1, and `numbers` what `Sampling.constants` has. Token 0 is number `first`
-        of its sequence.
+        of its sequence, and each gets `count` of them.
         """
-        sampling = self.planner.sampling
-        words = in_words(self.planner.key).shape[-1]
+        planner, rows = self.planner, self.shape.rows
+        number = jax.ShapeDtypeStruct((), np.int32)
+        words = in_words(planner.key).shape[-1]
         return {
-            "words": jax.ShapeDtypeStruct((self.shape.rows, words), np.uint32),
-            "numbers": jax.eval_shape(sampling.constants),
-            "ends": jax.ShapeDtypeStruct(sampling.ends().shape, np.int32),
-            "first": jax.ShapeDtypeStruct((), np.int32),
+            "words": jax.ShapeDtypeStruct((rows, words), np.uint32),
+            "numbers": jax.eval_shape(planner.sampling.constants),
+            "ends": jax.ShapeDtypeStruct(planner.sampling.ends().shape, np.int32),
+            "first": number,
+            "count": number,
         }
+
+    @property
+    def _guesses(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the guesses that the host makes."""
+        planner = self.planner
+        count = 0 if planner.guess_on_device is not None else planner.num_guesses
+        return jax.ShapeDtypeStruct((self.shape.rows, count), np.int32)
 
     # What the programs compute.
 
     def prefill(self, weights: Sequence[Any], tokens_PT: Any, starts_P: Any) -> Arrays:
-        cache = self.planner.decoder.init_cache(starts_P, self.shape.length)
-        logits_PV, cache = self._read(self._whole(weights), tokens_PT, cache)
-        return {"cache": cache, "logits": logits_PV}
+        def read(*arguments: Any) -> tuple[Any, Any]:
+            *trees, batch = arguments
+            rest = batch["tokens"], batch["cache"]
+            return checked_apply(self.planner.decoder, *trees, *rest)
 
-    def spread(self, arrays: Arrays, block: Arrays, rows_B: Any, is_of_B: Any) -> Any:
+        cache = self.planner.decoder.init_cache(starts_P, self.shape.length)
+        batch = {"tokens": tokens_PT, "cache": cache}
+        logits_PV, model = self.planner.bound(read)(self._whole(weights), batch)
+        arrays = {"cache": {MODEL: model}, "logits": logits_PV}
+        if self.planner.sampling.penalizes:
+            arrays["cache"][SEEN] = self.planner.seen(tokens_PT, starts_P)
+        if self.planner.guess_on_device is not None:
+            room = (0, 0), (0, self.num_places + self.planner.num_guesses)
+            arrays |= {"text": jnp.pad(tokens_PT, room), "start": starts_P}
+        return arrays
+
+    def join(
+        self, state: Arrays, block: Arrays, rows_B: Any, joins_B: Any, given: Arrays
+    ) -> Arrays:
         def put(old: Any, new: Any, axis: int) -> Any:
             if axis == NO_AXIS:
                 return new
             taken = jnp.take(new, rows_B, axis=axis)
-            return jnp.where(along(is_of_B, axis, old.ndim), taken, old)
+            return jnp.where(along(joins_B, axis, old.ndim), taken, old)
 
-        return jax.tree.map(put, arrays, block, self.axes)
+        logits_BV = jnp.take(block["logits"], rows_B, axis=0)
+        read = {name: block[name] for name in self.axes}
+        before = {name: state[name] for name in self.axes}
+        new = {**state, **jax.tree.map(put, before, read, self.axes)}
+        new["place"] = jnp.where(joins_B, 0, state["place"])
+        results = self._first(logits_BV, new["cache"], given)
+        return self._advanced(new, results, joins_B, given)[0]
 
-    def begin(
-        self, logits_BV: Any, seen_BV: Any, is_open_B: Any, given: Arrays
-    ) -> tuple[Arrays, Any]:
-        place = jnp.int32(0)
-        results, _ = jax.eval_shape(self._results, logits_BV, seen_BV, given, place)
-        written = {
-            name: jnp.zeros((x.shape[0], self.num_places, *x.shape[1:]), x.dtype)
-            for name, x in results.items()
-        }
-        state = {"written": written}
-        if seen_BV is not None:
-            state["seen"] = seen_BV
-        return self._draw(state, logits_BV, is_open_B, given, place)
+    def _first(self, logits_BV: Any, cache: Arrays, given: Arrays) -> Arrays:
+        """The first new token of each sequence, as `GenerationPlanner.step` has it."""
+        number_B = jnp.broadcast_to(given["first"], logits_BV.shape[:1])
+        rest = number_B, given["words"], cache.get(SEEN)
+        results, _ = self.planner.draw(logits_BV, given["numbers"], *rest)
+        results = {name: x[:, None] for name, x in results.items()}
+        return results | {COUNT: jnp.ones_like(number_B)}
 
     def decode(
         self,
@@ -220,60 +254,85 @@ class Functions:
         state: Arrays,
         is_open_B: Any,
         given: Arrays,
-        place: Any,
-        end: Any,
-    ) -> tuple[Arrays, Any, Any]:
+        guesses_BK: Any,
+        num_passes: Any,
+        num_open: Any,
+    ) -> tuple[Arrays, Any]:
         flat = self._whole(weights)
 
         def goes_on(carried: Any) -> Any:
-            _, is_open_B, place = carried
-            return (place < end) & is_open_B.any()
+            _, is_open_B, passes = carried
+            return (passes < num_passes) & (is_open_B.sum() >= num_open)
 
-        def next_token(carried: Any) -> Any:
-            state, is_open_B, place = carried
-            tokens_B1 = state["token"][:, None]
-            logits_BV, cache = self._read(flat, tokens_B1, state["cache"])
-            state, is_open_B = self._draw(state, logits_BV, is_open_B, given, place)
-            return {**state, "cache": cache}, is_open_B, place + 1
+        def next_tokens(carried: Any) -> Any:
+            state, is_open_B, passes = carried
+            batch = {
+                "tokens": self._known(state, guesses_BK),
+                "cache": state["cache"],
+                "numbers": given["numbers"],
+                "num_tokens": given["first"] + state["place"],
+                "words": given["words"],
+            }
+            results, cache = self.planner.bound(self.planner.step)(flat, batch)
+            new = {**state, "cache": cache}
+            return *self._advanced(new, results, is_open_B, given), passes + 1
 
-        return jax.lax.while_loop(goes_on, next_token, (state, is_open_B, place))
+        begin = state, is_open_B, jnp.int32(0)
+        state, _, passes = jax.lax.while_loop(goes_on, next_tokens, begin)
+        return state, passes
 
-    def _draw(
-        self, state: Arrays, logits_BV: Any, is_open_B: Any, given: Arrays, place: Any
+    def _known(self, state: Arrays, guesses_BK: Any) -> Any:
+        """The last token of each sequence and the guesses after it, (B, S)."""
+        if (guess := self.planner.guess_on_device) is not None:
+            ends_B = self.shape.prompt + state["place"]
+            guesses_BK = guess(state["text"], state["start"], ends_B)
+        return jnp.concatenate([state["token"][:, None], guesses_BK], axis=1)
+
+    def _advanced(
+        self, state: Arrays, results: Arrays, is_open_B: Any, given: Arrays
     ) -> tuple[Arrays, Any]:
-        """The state with one more token, and the sequences that go on after it."""
-        seen_BV = state.get("seen")
-        results, seen_BV = self._results(logits_BV, seen_BV, given, place)
-        written = {
-            name: jax.lax.dynamic_update_slice_in_dim(
-                state["written"][name], result[:, None], place, axis=1
-            )
-            for name, result in results.items()
+        """The state with more tokens of the open sequences, and those that go on.
+
+        Args:
+            results: see `GenerationPlanner.step`.
+        """
+        results = dict(results)
+        count_B, token_BS = results.pop(COUNT), results["token"]
+        is_end_BS = (token_BS[..., None] == given["ends"][None, None]).any(axis=-1)
+        is_end_BS |= ~results["is_finite"]
+        # Nothing is written after the first end, nor beyond the asked number.
+        left_B = given["count"] - state["place"]
+        ends_before_BS = jnp.cumsum(is_end_BS, axis=1) - is_end_BS
+        step_S = jnp.arange(token_BS.shape[1])[None]
+        is_new_BS = (step_S < jnp.minimum(count_B, left_B)[:, None]) & is_open_B[
+            :, None
+        ]
+        is_new_BS &= ends_before_BS == 0
+        place_BS = state["place"][:, None] + step_S
+        place_B = state["place"] + is_new_BS.sum(axis=1)
+
+        def put(old: Any, values: Any, places_BS: Any) -> Any:
+            # Places outside are dropped.
+            places_BS = jnp.where(is_new_BS, places_BS, old.shape[1])
+            rows_B1 = jnp.arange(len(old))[:, None]
+            return old.at[rows_B1, places_BS].set(values, mode="drop")
+
+        last_B1 = jnp.maximum(is_new_BS.sum(axis=1, keepdims=True) - 1, 0)
+        token_B = jnp.take_along_axis(token_BS, last_B1, axis=1)[:, 0]
+        new = {
+            **state,
+            "token": jnp.where(is_new_BS.any(axis=1), token_B, state["token"]),
+            "place": place_B,
+            "written": {
+                name: put(state["written"][name], values, place_BS)
+                for name, values in results.items()
+            },
         }
-        token_B = results["token"]
-        new = {**state, "token": token_B, "written": written}
-        if seen_BV is not None:
-            new["seen"] = seen_BV
-        ends_B = (token_B[:, None] == given["ends"][None]).any(axis=1)
-        return new, is_open_B & results["is_finite"] & ~ends_B
-
-    def _results(
-        self, logits_BV: Any, seen_BV: Any, given: Arrays, place: Any
-    ) -> tuple[Arrays, Any]:
-        """See `GenerationPlanner.draw`."""
-        number_B = jnp.broadcast_to(given["first"] + place, logits_BV.shape[:1])
-        rest = given["words"], seen_BV
-        return self.planner.draw(logits_BV, given["numbers"], number_B, *rest)
-
-    def _read(self, flat: Arrays, tokens: Any, cache: Any) -> tuple[Any, Any]:
-        def read(*arguments: Any) -> tuple[Any, Any]:
-            *trees, batch = arguments
-            return checked_apply(
-                self.planner.decoder, *trees, batch["tokens"], batch["cache"]
-            )
-
-        batch = {"tokens": tokens, "cache": cache}
-        return self.planner.bound(read)(flat, batch)
+        if "text" in state:
+            slots_BS = self.shape.prompt + place_BS
+            new["text"] = put(state["text"], token_BS, slots_BS)
+        is_over_B = (is_end_BS & is_new_BS).any(axis=1) | (place_B >= given["count"])
+        return new, is_open_B & ~is_over_B
 
     def _whole(self, weights: Sequence[Any]) -> Arrays:
         """The parameters by path, joined from arrays that may hold only some rows."""
@@ -293,47 +352,62 @@ class Functions:
 
     @cached_property
     def axes(self) -> Any:
-        """For each array of a microbatch, the dim along which its sequences lie.
+        """For each array that joins from a block, the dim along which sequences lie.
 
         `NO_AXIS` for those that are the same for all sequences.
         """
-        larger = replace(self.shape, rows=self.shape.rows + 1)
-        return row_axes(self._arrays(self.shape), self._arrays(larger))
+        axes = {"cache": self.planner.cache_axes(self.shape)}
+        if self.planner.guess_on_device is not None:
+            axes |= {"text": 0, "start": 0}
+        return axes
 
     def compiled(self) -> FusedPrograms:
         weights = [self._weight_spec(array) for array in self.weights]
-        arrays, block = self._arrays(self.shape), self._arrays(self.block)
-        self._check_room(arrays)
+        of_block = self.batch["tokens"], self.batch["starts"]
+        with noted(NAME, self._flat, self.batch):
+            block = jax.eval_shape(self.prefill, weights, *of_block)
+            state = self._state(block)
+        self._check_room(state)
         rows = (self.shape.rows,)
         flags = jax.ShapeDtypeStruct(rows, np.bool_)
         number = jax.ShapeDtypeStruct((), np.int32)
-        seen, given = None, self.given
-        if self.planner.sampling.penalizes:
-            seen = jax.ShapeDtypeStruct(arrays["logits"].shape, np.bool_)
-        begin = arrays["logits"], seen, flags, given
-        state, _ = jax.eval_shape(self.begin, *begin)
-        state = {**state, "cache": arrays["cache"]}
-        of_block = self.batch["tokens"], self.batch["starts"]
-        of_rows = jax.ShapeDtypeStruct(rows, np.int32), flags
-        prefill = self._compile(self.prefill, weights, *of_block)
+        of_rows = jax.ShapeDtypeStruct(rows, np.int32), flags, self.given
+        asked = state, flags, self.given, self._guesses, number, number
         programs = {
-            "prefill": prefill,
-            "empty": self._compile(partial(_zeros, arrays)),
-            "spread": self._compile(self.spread, arrays, block, *of_rows, donates=0),
-            "begin": self._compile(self.begin, *begin),
-            "decode": self._compile(
-                self.decode, weights, state, flags, given, number, number, donates=1
-            ),
+            "prefill": self._compile(self.prefill, weights, *of_block),
+            "empty": self._compile(partial(_zeros, state)),
+            "join": self._compile(self.join, state, block, *of_rows, donates=0),
+            "decode": self._compile(self.decode, weights, *asked, donates=1),
         }
-        workspace = self._workspace_bytes(programs, weights, arrays, block)
+        workspace = self._workspace_bytes(programs, weights, state, block)
         flops = int((programs["decode"].cost_analysis() or {}).get("flops", 0))
-        plan = self._plan(workspace, flops)
         return FusedPrograms(
             {array: self.planner.spec(array).nbytes for array in self.weights},
             **programs,
-            plan=plan,
+            can_join=NO_AXIS not in jax.tree.leaves(self.axes),
+            vocab_size=block["logits"].shape[1],
+            guesses_on_device=self.planner.guess_on_device is not None,
+            plan=self._plan(workspace, flops),
             workspace_bytes=workspace,
         )
+
+    def _state(self, block: Arrays) -> Arrays:
+        """Shapes and dtypes of the state of a microbatch, given those of a block."""
+        rows = self.shape.rows
+        cache = self.planner.cache(self.shape)
+        logits = jax.ShapeDtypeStruct((rows, *block["logits"].shape[1:]), np.float32)
+        results = dict(jax.eval_shape(self._first, logits, cache, self.given))
+        del results[COUNT]
+        number = jax.ShapeDtypeStruct((rows,), np.int32)
+        written = {
+            name: jax.ShapeDtypeStruct((rows, self.num_places, *x.shape[2:]), x.dtype)
+            for name, x in results.items()
+        }
+        state = {"token": number, "place": number, "written": written, "cache": cache}
+        for name in self.axes.keys() - state.keys():
+            kind = block[name]
+            state[name] = jax.ShapeDtypeStruct((rows, *kind.shape[1:]), kind.dtype)
+        return state
 
     def _compile(
         self, function: Callable, *arguments: Any, donates: int | None = None
@@ -350,46 +424,29 @@ class Functions:
             lowered = jitted.lower(*placed)
         return compile_for(mesh, lowered)
 
-    def _arrays(self, shape: Shape) -> Any:
-        """Shapes and dtypes of a microbatch's arrays: its cache and last logits."""
-        logits = jax.ShapeDtypeStruct((shape.rows, self._num_words), np.float32)
-        return {"cache": self._cache(shape), "logits": logits}
-
-    def _cache(self, shape: Shape) -> Any:
-        init_cache = self.planner.decoder.init_cache
-        return jax.eval_shape(lambda x: init_cache(x, shape.length), shape.starts)
-
-    @cached_property
-    def _num_words(self) -> int:
-        tokens = jax.ShapeDtypeStruct((self.shape.rows, 1), np.int32)
-        with noted(NAME, self._flat, self.batch):
-            read = self._flat, tokens, self._cache(self.shape)
-            return jax.eval_shape(self._read, *read)[0].shape[-1]
-
     def _weight_spec(self, array: ArrayId) -> jax.ShapeDtypeStruct:
         spec = self.planner.spec(array)
         return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
 
     def _workspace_bytes(
-        self, programs: Mapping[str, Any], weights: Any, arrays: Any, block: Any
+        self, programs: Mapping[str, Any], weights: Any, state: Arrays, block: Arrays
     ) -> int:
         """Device memory beside the arrays at rest, at the worst time.
 
-        A block that a later microbatch needs stays while another one is decoded.
+        A block stays as long as one of its prompts waits for a row.
         """
         own = {name: memory(x).device_bytes for name, x in programs.items()}
         for name in ("prefill", "decode"):
             own[name] -= _nbytes(weights)
         return self._copied_bytes + max(
-            own["prefill"] + _nbytes(arrays),
-            own["spread"],
-            own["begin"] + _nbytes(arrays["cache"]) + _nbytes(block),
+            own["prefill"] + _nbytes(state),
+            own["join"],
             own["decode"] + _nbytes(block),
         )
 
-    def _check_room(self, arrays: Any) -> None:
-        """Raise if weights and cache alone are too large, before compiling anything."""
-        self._plan(self._copied_bytes + _nbytes(arrays), 0)
+    def _check_room(self, state: Arrays) -> None:
+        """Raise if weights and state alone are too large, before compiling anything."""
+        self._plan(self._copied_bytes + _nbytes(state), 0)
 
     @cached_property
     def _copied_bytes(self) -> int:

@@ -1,6 +1,7 @@
-"""Runs fused generation: one microbatch after another, prompts read once."""
+"""Runs fused generation: sequences join as others end, and prompts are read once."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,14 @@ from zinf.inference.generation import (
     Kept,
     filled,
     padded,
-    seen,
     starts,
 )
 from zinf.inference.plan import NAME, Shape
 from zinf.inference.prompts import Request
 from zinf.inference.texts import Texts
 
-# Tokens between two looks at the signals of the process, such as Ctrl-C.
-TOKENS_AT_ONCE = 32
+# Passes between two looks at the signals of the process, such as Ctrl-C.
+PASSES_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,16 @@ class FusedGeneration(AbstractGeneration):
 
 
 class _Run:
+    """Writes sequences of one shape.
+
+    Attributes:
+        rows: the sequence in each row; None: none is.
+        places: the tokens that were taken of the sequence in each row.
+        waiting: sequences without a row, each with the number of its prompt. Equal
+            prompts are neighbours, so a block of prompts is read once.
+        block: the last block that was read, and its number.
+    """
+
     def __init__(self, made: FusedGeneration, requests: Sequence[Request], job: Job):
         self.programs, self.shape, self.job = made.programs, made.shape, job
         self.texts = job.texts(requests)
@@ -65,44 +75,64 @@ class _Run:
         for request in requests:
             by_prompt.setdefault(request.tokens.tobytes(), []).append(request)
         self.prompts = list(by_prompt.values())
-        # Equal prompts are neighbours: a block is kept for the next microbatch only.
-        pairs = [(n, r) for n, equal in enumerate(self.prompts) for r in equal]
-        rows = self.shape.rows
-        cut = [pairs[i : i + rows] for i in range(0, len(pairs), rows)]
-        self.batches = [[request for _, request in batch] for batch in cut]
-        self.places = [[number for number, _ in batch] for batch in cut]
+        self.waiting = deque(
+            (n, r) for n, equal in enumerate(self.prompts) for r in equal
+        )
+        self.rows: list[Request | None] = [None] * self.shape.rows
+        self.places = [0] * self.shape.rows
         self.block_rows = block_rows(self.shape)
         self.block: tuple[int, Any] | None = None
+        asks = job.drafts is not None and not self.programs.guesses_on_device
+        is_one = asks or job.on_token is not None
+        self.num_passes = 1 if is_one else PASSES_AT_ONCE
 
     def all(self) -> Texts:
-        for number, batch in enumerate(self.batches):
-            self.write(batch, self.read(number))
+        state = self.programs.empty()
+        while self.waiting or self.open_rows():
+            if self.is_time_to_join():
+                state = self.join(state)
+            if self.open_rows():
+                state = self.next_tokens(state)
         return self.texts
 
-    def read(self, number: int) -> Any:
-        """The arrays of microbatch `number` after its prompts have been read."""
-        places, size = self.places[number], self.block_rows
-        needed = sorted({place // size for place in places})
-        last = needed[-1]
-        is_kept = any(x[0] // size == last for x in self.places[number + 1 :][:1])
-        is_whole = size == self.shape.rows and len(needed) == 1
-        rows = [place % size for place in places]
-        if is_whole and not is_kept and rows == list(range(len(rows))):
-            arrays = self.of_block(last)
+    def is_time_to_join(self) -> bool:
+        """Whether waiting sequences get rows now."""
+        count = len(self.open_rows())
+        most = len(self.rows) if self.programs.can_join else 1
+        return bool(self.waiting) and count < most
+
+    def open_rows(self) -> list[int]:
+        """The rows whose texts go on."""
+        return [
+            row
+            for row, request in enumerate(self.rows)
+            if request is not None
+            and request.number in self.texts.open
+            and self.places[row] < self.job.part.end - self.job.part.first
+        ]
+
+    # Prompts.
+
+    def join(self, state: Any) -> Any:
+        """Give free rows to waiting sequences, with the first token of each."""
+        is_taken = set(self.open_rows())
+        free = [row for row in range(len(self.rows)) if row not in is_taken]
+        joining: dict[int, dict[int, int]] = {}
+        for row in free[: len(self.waiting)]:
+            number, self.rows[row] = self.waiting.popleft()
+            self.places[row] = 0
+            block, place = divmod(number, self.block_rows)
+            joining.setdefault(block, {})[row] = place
+        given = self.given()
+        for block, place_of in joining.items():
+            rows, joins = np.zeros(self.shape.rows, np.int32), self.flags(place_of)
+            rows[list(place_of)] = list(place_of.values())
+            arrays = self.of_block(block)
+            state = self.programs.join(state, arrays, rows, joins, given)
+        if not self.waiting or self.waiting[0][0] // self.block_rows != block:
             self.block = None
-            return arrays
-        arrays = self.programs.empty()
-        spread = np.zeros(self.shape.rows, np.int32)
-        spread[: len(rows)] = rows
-        for block in needed:
-            is_of = np.zeros(self.shape.rows, np.bool_)
-            is_of[: len(rows)] = [place // size == block for place in places]
-            content = self.of_block(block)
-            arrays = self.programs.spread(arrays, content, spread, is_of)
-            del content
-        if not is_kept:
-            self.block = None
-        return arrays
+        self.take(state)
+        return state
 
     def of_block(self, block: int) -> Any:
         """The arrays of a block of prompts, read now or kept from the last call."""
@@ -120,50 +150,67 @@ class _Run:
         tokens = padded(requests, length), starts(requests, length)
         return self.programs.prefill(self.weights, *tokens)
 
-    def write(self, batch: Sequence[Request], arrays: Any) -> None:
-        """Draw the tokens of a microbatch."""
-        job, part, programs = self.job, self.job.part, self.programs
-        rows = filled(batch, self.shape.rows)
-        given = {
-            "words": np.stack([r.words for r in rows]),
+    # Tokens.
+
+    def next_tokens(self, state: Any) -> Any:
+        """Draw tokens until a row may be filled again, or all texts have ended."""
+        rows, num_open = self.open_rows(), 1
+        if self.waiting and self.programs.can_join:
+            num_open = len(rows)
+        limits = np.int32(self.num_passes), np.int32(num_open)
+        rest = self.flags(rows), self.given(), self.guesses(rows), *limits
+        state, _ = self.programs.decode(self.weights, state, *rest)
+        self.take(state)
+        return state
+
+    def given(self) -> dict[str, Any]:
+        """What the sequences in the rows are drawn with; see `Functions.given`."""
+        job, part = self.job, self.job.part
+        some = next(r for r in self.rows if r is not None)
+        return {
+            "words": np.stack([(r or some).words for r in self.rows]),
             "numbers": job.sampling.constants(),
             "ends": job.sampling.ends(),
             "first": np.int32(part.first),
+            "count": np.int32(part.end - part.first),
         }
-        cache, logits = arrays.pop("cache"), arrays.pop("logits")
-        before = None
-        if job.sampling.penalizes:
-            before = seen(rows, logits.shape[1])
-        state, _ = programs.begin(logits, before, self.is_open(batch), given)
-        del logits
-        count, place = part.end - part.first, 1
-        self.take(batch, state, 0, place)
-        state = state | {"cache": cache}
-        del cache
-        at_once = TOKENS_AT_ONCE if job.on_token is None else 1
-        while place < count and (is_open := self.is_open(batch)).any():
-            end = np.int32(min(place + at_once, count))
-            state, _, reached = programs.decode(
-                self.weights, state, is_open, given, np.int32(place), end
-            )
-            self.take(batch, state, place, int(reached))
-            place = int(reached)
 
-    def take(self, batch: Sequence[Request], state: Any, first: int, end: int) -> None:
-        """Add the tokens at places `first` to `end` of a microbatch to the texts."""
-        written = jax.tree.map(np.asarray, state["written"])
-        for place in range(first, end):
-            results = {name: x[:, place] for name, x in written.items()}
-            self.texts.take(batch, results, self.job.part.first + place)
-
-    def is_open(self, batch: Sequence[Request]) -> np.ndarray:
-        """The rows of a microbatch whose texts go on; filler rows do not.
-
-        Bool (rows,).
-        """
-        found = np.zeros(self.shape.rows, np.bool_)
-        found[: len(batch)] = [r.number in self.texts.open for r in batch]
+    def guesses(self, rows: Sequence[int]) -> np.ndarray:
+        """Guesses for the texts in some rows, int32 (B, num_tokens); else zeros."""
+        drafts = self.job.drafts
+        if drafts is None or self.programs.guesses_on_device:
+            return np.zeros((len(self.rows), 0), np.int32)
+        found = np.zeros((len(self.rows), drafts.num_tokens), np.int32)
+        requests = [r for row in rows if (r := self.rows[row]) is not None]
+        texts = [self.texts.whole(r) for r in requests]
+        numbers = [r.number for r in requests]
+        found[rows] = drafts.guesses(numbers, texts, self.programs.vocab_size)
         return found
+
+    def flags(self, rows: Iterable[int]) -> np.ndarray:
+        """True for some rows, bool (B,)."""
+        found = np.zeros(self.shape.rows, np.bool_)
+        found[list(rows)] = True
+        return found
+
+    def take(self, state: Any) -> None:
+        """Add what is new in the state to the texts, in the order of places."""
+        written = jax.tree.map(np.asarray, state["written"])
+        ends = np.asarray(state["place"])
+        new = [
+            (offset, row)
+            for row in self.open_rows()
+            for offset in range(ends[row] - self.places[row])
+        ]
+        for offset, row in sorted(new):
+            request, place = self.rows[row], self.places[row] + offset
+            assert request is not None
+            if request.number in self.texts.open:
+                results = {name: x[row, place] for name, x in written.items()}
+                number = self.job.part.first + place
+                self.texts.add(request.number, results, number)
+        for row in self.open_rows():
+            self.places[row] = int(ends[row])
 
 
 def _on_device(array: ArrayId, tier: Tier, nbytes: int, stores: Stores) -> jax.Array:

@@ -341,16 +341,9 @@ class _Run:
     def known_tokens(self, running: Sequence[int]) -> dict[int, np.ndarray]:
         """By row, the last token of each running sequence and guesses after it."""
         requests = [self.request(row) for row in running]
-        new = [self.texts.made[request.number].tokens for request in requests]
-        last = [
-            [*r.tokens[-1:], *own][-1:] for r, own in zip(requests, new, strict=True)
-        ]
-        known = np.asarray(last, np.int32)
+        texts = [self.texts.whole(request) for request in requests]
+        known = np.stack([text[-1:] for text in texts])
         if (drafts := self.job.drafts) is not None:
-            texts = [
-                np.concatenate([request.tokens, np.asarray(own, np.int32)])
-                for request, own in zip(requests, new, strict=True)
-            ]
             numbers = [request.number for request in requests]
             found = drafts.guesses(numbers, texts, self.planned.vocab_size)
             known = np.concatenate([known, found], axis=1)

@@ -26,6 +26,7 @@ from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
 from zinf.inference.decoder import Decoder, checked_all, checked_apply
+from zinf.inference.drafts import GuessOnDevice
 from zinf.inference.early import each_changed
 from zinf.inference.sampling import Sampling
 from zinf.inference.scores import Scores
@@ -130,6 +131,7 @@ class GenerationPlanner:
         execution: as in a config; "streamed" never fuses.
         scores: what is told of drawn tokens; None for nothing.
         num_guesses: guesses of each sequence that a decode checks. See `Drafts`.
+        guess_on_device: see `Drafts.on_device`; only fused programs use it.
         whole_experts: never read those experts alone that tokens chose.
 
     Raises:
@@ -146,6 +148,7 @@ class GenerationPlanner:
     execution: str = "auto"
     scores: Scores | None = None
     num_guesses: int = 0
+    guess_on_device: GuessOnDevice | None = None
     whole_experts: bool = False
 
     def __post_init__(self) -> None:
@@ -200,14 +203,13 @@ class GenerationPlanner:
         """
         only, tiers = None, self.tiers
         axes = self.cache_axes(shape)
-        prompts, tokens = self._prompts(shape), self._tokens(shape)
+        prompts, tokens = self._prompts(shape), self.tokens(shape)
         read = partial(self._read, axes=axes, length=shape.length)
-        step = self._check if self.num_guesses else self._step
         while True:
             prefill = self._plan(read, prompts, 1, only, tiers)
             caches = set(prefill.segmented.program.caches)
             rest = caches, self._tiers_from(prefill)
-            decode = self._plan(step, tokens, len(self.results), *rest)
+            decode = self._plan(self.step, tokens, len(self.results), *rest)
             if decode.cache_homes == prefill.cache_homes:
                 names = {
                     CACHE + path: axis for path, axis in named_leaves(axes).items()
@@ -343,14 +345,30 @@ class GenerationPlanner:
         )
         new = {MODEL: model}
         if SEEN in old:
-            is_token = jnp.arange(tokens_BS.shape[1])[None] >= starts_B[:, None]
-            rows = jnp.arange(len(tokens_BS))[:, None]
-            none = jnp.zeros(old[SEEN].shape, np.bool_)
-            new[SEEN] = changes[SEEN](none.at[rows, tokens_BS].max(is_token))
+            new[SEEN] = changes[SEEN](self.seen(tokens_BS, starts_B))
         return logits_BV, new
 
+    def seen(self, tokens_BS: jax.Array, starts_B: jax.Array) -> jax.Array:
+        """Whether each word is among the tokens of each prompt, bool (B, V)."""
+        is_token = jnp.arange(tokens_BS.shape[1])[None] >= starts_B[:, None]
+        rows = jnp.arange(len(tokens_BS))[:, None]
+        none = jnp.zeros((len(tokens_BS), self.num_words), np.bool_)
+        return none.at[rows, tokens_BS].max(is_token)
+
+    def step(self, *arguments: Any) -> tuple[Any, Any]:
+        """`(params[, model_state], batch) -> (results, new cache)` of a decode.
+
+        Args:
+            arguments: the batch is as `tokens` says.
+
+        Returns:
+            what `draw` gives at each place, (B, places, ...), with "count" (B,), the
+            first places of a sequence that are right.
+        """
+        return (self._check if self.num_guesses else self._step)(*arguments)
+
     def _step(self, *arguments: Any) -> tuple[Any, Any]:
-        """`(params[, model_state], batch) -> (results, new cache)`; see `draw`."""
+        """`step` without guesses."""
         *trees, batch = arguments
         cache, tokens = batch["cache"], batch["tokens"]
         logits, model = checked_apply(self.decoder, *trees, tokens, cache[MODEL])
@@ -370,7 +388,7 @@ class GenerationPlanner:
         return found, new
 
     def _check(self, *arguments: Any) -> tuple[Any, Any]:
-        """As `_step`, for the last token of each sequence and the guesses after it.
+        """`step`, for the last token of each sequence and the guesses after it.
 
         A token is drawn after each of them. Those are right that come after right
         guesses alone; the cache is that after the last right one.
@@ -444,10 +462,10 @@ class GenerationPlanner:
             "tokens": jax.ShapeDtypeStruct((shape.rows, shape.prompt), np.int32),
             "starts": shape.starts,
             "joins": jax.ShapeDtypeStruct((shape.rows,), np.bool_),
-            "cache": self._cache(shape),
+            "cache": self.cache(shape),
         }
 
-    def _tokens(self, shape: Shape) -> Any:
+    def tokens(self, shape: Shape) -> Any:
         """Shapes and dtypes of a microbatch of tokens after prompts.
 
         `num_tokens` are the new tokens that each sequence has, and `words` its key.
@@ -455,7 +473,7 @@ class GenerationPlanner:
         rows, words = shape.rows, in_words(self.key).shape[-1]
         return {
             "tokens": jax.ShapeDtypeStruct((rows, 1 + self.num_guesses), np.int32),
-            "cache": self._cache(shape),
+            "cache": self.cache(shape),
             "numbers": jax.eval_shape(self.sampling.constants),
             "num_tokens": jax.ShapeDtypeStruct((rows,), np.int32),
             "words": jax.ShapeDtypeStruct((rows, words), np.uint32),
@@ -464,9 +482,9 @@ class GenerationPlanner:
     def cache_axes(self, shape: Shape) -> Any:
         """For each leaf of the cache, the dim along which its sequences lie."""
         larger = replace(shape, rows=shape.rows + 1)
-        return row_axes(self._cache(shape), self._cache(larger))
+        return row_axes(self.cache(shape), self.cache(larger))
 
-    def _cache(self, shape: Shape) -> Any:
+    def cache(self, shape: Shape) -> Any:
         """The model's cache, and the tokens read so far if sampling needs them."""
         cache = {
             MODEL: jax.eval_shape(
@@ -474,11 +492,13 @@ class GenerationPlanner:
             )
         }
         if self.sampling.penalizes:
-            cache[SEEN] = jax.ShapeDtypeStruct((shape.rows, self._num_words), np.bool_)
+            cache[SEEN] = jax.ShapeDtypeStruct((shape.rows, self.num_words), np.bool_)
         return cache
 
     @cached_property
-    def _num_words(self) -> int:
+    def num_words(self) -> int:
+        """The size of the vocabulary of the logits."""
+
         def logits(*arguments: Any) -> jax.Array:
             *trees, batch = arguments
             cache = self.decoder.init_cache(batch["starts"], 1)

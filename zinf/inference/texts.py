@@ -32,26 +32,21 @@ class Texts:
         self.made = {request.number: Written() for request in requests}
         self.open = {request.number for request in requests}
 
-    def take(
-        self, requests: Sequence[Request], results: Mapping[str, np.ndarray], place: int
-    ) -> None:
-        """Add the next token of those requests whose text goes on.
+    def whole(self, request: Request) -> np.ndarray:
+        """A prompt and what was written after it, int32 (T,)."""
+        new = np.asarray(self.made[request.number].tokens, np.int32)
+        return np.concatenate([request.tokens, new])
+
+    def add(self, number: int, results: Mapping[str, np.ndarray], place: int) -> None:
+        """Add the next token of one request whose text goes on.
 
         Args:
-            results: `token` and `is_finite`, (rows,), with a row for each request or
-                more; and what `Scores.of` gives.
+            results: `token` and `is_finite`, with what `Scores.of` gives.
             place: the number of the token in its sequence.
 
         Raises:
-            NonFiniteError: the logits of an open request are not finite.
+            NonFiniteError: its logits are not finite.
         """
-        for row, request in enumerate(requests):
-            if request.number in self.open:
-                own = {name: values[row] for name, values in results.items()}
-                self.add(request.number, own, place)
-
-    def add(self, number: int, results: Mapping[str, np.ndarray], place: int) -> None:
-        """Add the next token of one request whose text goes on; see `take`."""
         if not results["is_finite"]:
             raise NonFiniteError(
                 f"The logits of prompt {number} are not finite at new token "

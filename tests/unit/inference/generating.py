@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from flax import nnx
 
 import zinf
 from tests.tiers import streamed
-from zinf.inference import generate
+from zinf.inference import fused_run, generate
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)
@@ -58,6 +59,22 @@ def programs(engine):
     return list(engine._programs.made._made.values())[-1]
 
 
+def spied(engine, name):
+    """A list that gets the arguments of the calls of an executable, as they come."""
+    made, found = programs(engine), []
+    run = getattr(made.programs, name)
+
+    def called(*arguments):
+        result = run(*arguments)
+        found.append((arguments, result))
+        return result
+
+    key = list(engine._programs.made._made)[-1]
+    instead = replace(made, programs=replace(made.programs, **{name: called}))
+    engine._programs.made._made[key] = instead
+    return found
+
+
 @contextlib.contextmanager
 def counting_compilations():
     """The names of the programs that jax compiles while the body runs."""
@@ -72,6 +89,47 @@ def counting_compilations():
             yield found
     finally:
         logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def counting_passes():
+    """A list that gets an item for each pass over the tokens of open texts, fused.
+
+    The item is the number of open texts before it.
+    """
+    found, run = [], fused_run._Run.next_tokens
+
+    def counted(run_self, state):
+        decode = run_self.programs.decode
+
+        def counted_decode(weights, state, is_open, *rest):
+            state, passes = decode(weights, state, is_open, *rest)
+            found.extend(int(passes) * [int(is_open.sum())])
+            return state, passes
+
+        run_self.programs = replace(run_self.programs, decode=counted_decode)
+        try:
+            return run(run_self, state)
+        finally:
+            run_self.programs = replace(run_self.programs, decode=decode)
+
+    fused_run._Run.next_tokens = counted
+    try:
+        yield found
+    finally:
+        fused_run._Run.next_tokens = run
+
+
+@contextlib.contextmanager
+def counting_after_prompts():
+    """A function that counts the passes so far, of both kinds, but those of prompts."""
+    with counting_sweeps() as sweeps, counting_passes() as passes:
+        yield lambda: len(passes) + sum(not is_prompt(sweep) for sweep in sweeps)
+
+
+def is_prompt(sweep):
+    """Whether a streamed pass reads prompts, which here have more than 8 slots."""
+    return sweep[0][1] > 8
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Drafts change how often weights are read, and no token of a text."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,6 +9,7 @@ from tests.unit.inference.generating import (
     KEYS,
     PROMPTS,
     RNG,
+    counting_after_prompts,
     counting_compilations,
     counting_sweeps,
     make_engine,
@@ -20,11 +22,21 @@ from zinf.core.program import Tier
 from zinf.inference import Decoder, Drafts, Scores, plan, prompt_lookup
 
 WIDTH = 4  # Guesses of a pass.
+LOOKED_UP = [
+    np.array(text)
+    for text in ([1, 2, 3, 4, 1, 2], [5, 1, 9, 8, 1], [1, 2, 3], [7], [4, 4, 4])
+]
 
 
 @pytest.fixture(scope="module")
 def streaming():
     with make_engine({"execution": "streamed"}) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def fused():
+    with make_engine() as engine:
         yield engine
 
 
@@ -53,70 +65,105 @@ def num_sweeps(is_right, count):
     return sweeps
 
 
-@pytest.mark.parametrize("count", [1, 8])
-@pytest.mark.parametrize("how", [{}, DRAWN])
-def test_drafts_change_no_token(how, count, streaming):
+@pytest.mark.parametrize(
+    ("name", "count", "how"),
+    [
+        ("streaming", 1, {}),
+        ("streaming", 1, DRAWN),
+        ("streaming", 8, {}),
+        ("streaming", 8, DRAWN),
+        ("fused", 8, DRAWN),
+    ],
+)
+def test_drafts_change_no_token(name, count, how, request):
+    engine = request.getfixturevalue(name)
     prompts, rest = (2 * PROMPTS)[:count], {"max_new_tokens": 14, **how}
     rest |= {"key": KEYS[np.arange(count) % 4], "scores": Scores(2)}
-    with counting_sweeps() as plain:
-        wanted = streaming.generate(prompts, **rest)
+    with counting_after_prompts() as num_passes:
+        wanted = engine.generate(prompts, **rest)
+        most = num_passes()
     texts = [text.tokens for text in wanted]
-    longest = max(map(len, texts))
-    assert len(plain) == longest
-    for drafts, sweeps in (
-        (drafts_of(prompts, texts, lambda number, place: False), longest),
-        (drafts_of(prompts, texts), 1 + -(-(longest - 1) // (WIDTH + 1))),
-        (drafts_of(prompts, texts, longer=40), 1 + -(-(longest - 1) // (WIDTH + 1))),
+    assert most == max(map(len, texts)) - 1
+    fewest = -(-most // (WIDTH + 1))
+    for drafts, passes in (
+        (drafts_of(prompts, texts, lambda number, place: False), most),
+        (drafts_of(prompts, texts), fewest),
+        (drafts_of(prompts, texts, longer=40), fewest),
         (drafts_of(prompts, texts, lambda number, place: place % 3), None),
         (Drafts(WIDTH, lambda numbers, known: [[]] * len(known)), None),
         (prompt_lookup(WIDTH), None),
     ):
-        before = used_bytes(streaming)
-        with counting_sweeps() as found:
-            got = streaming.generate(prompts, drafts=drafts, **rest)
+        before = used_bytes(engine)
+        with counting_after_prompts() as num_passes:
+            got = engine.generate(prompts, drafts=drafts, **rest)
         assert [text.tokens for text in got] == texts
         for one, other in zip(got, wanted, strict=True):
-            for name in ("log_probabilities", "entropies", "top_log_probabilities"):
-                values = getattr(one, name), getattr(other, name)
+            for each in ("log_probabilities", "entropies", "top_log_probabilities"):
+                values = getattr(one, each), getattr(other, each)
                 np.testing.assert_allclose(*values, atol=4e-6)
-        assert len(found) <= longest
-        assert sweeps is None or len(found) == sweeps
-        assert used_bytes(streaming) == before
+        assert num_passes() <= most
+        assert passes is None or num_passes() == passes
+        assert used_bytes(engine) == before
+    if name == "fused":
+        assert "everything fits" in programs(engine).why
 
 
+@pytest.mark.parametrize("name", ["streaming", "fused"])
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_weights_are_read_once_for_the_guesses_that_are_right(share, streaming):
+def test_weights_are_read_once_for_the_guesses_that_are_right(share, name, request):
     """And nothing is compiled for other drafts of as many tokens."""
+    engine = request.getfixturevalue(name)
     prompts, rest = PROMPTS[:1], {"max_new_tokens": 40}
-    texts = streaming.generate(prompts, **rest)
-    streaming.generate(prompts, drafts=drafts_of(prompts, texts), **rest)
+    texts = engine.generate(prompts, **rest)
+    engine.generate(prompts, drafts=drafts_of(prompts, texts), **rest)
     flags = RNG.random(40) < share
     is_right = lambda number, place: flags[place]  # noqa: E731
+    drafts = drafts_of(prompts, texts, is_right)
     with counting_sweeps() as found, counting_compilations() as compiled:
-        drafts = drafts_of(prompts, texts, is_right)
-        assert streaming.generate(prompts, drafts=drafts, **rest) == texts
+        with counting_after_prompts() as num_passes:
+            assert engine.generate(prompts, drafts=drafts, **rest) == texts
     assert not compiled
-    assert found == [[(8, 16)], *num_sweeps(is_right, 40) * [[(8, WIDTH + 1)]]]
+    sweeps = num_sweeps(is_right, 40)
+    assert num_passes() == sweeps
+    if name == "streaming":
+        assert found == [[(8, 16)], *sweeps * [[(8, WIDTH + 1)]]]
 
 
-def test_a_text_may_end_where_the_model_does_and_guesses_beyond(streaming):
+@pytest.mark.parametrize("name", ["streaming", "fused"])
+def test_a_text_may_end_where_the_model_does_and_guesses_beyond(name, request):
     """64 tokens are the most of the model; the cache has slots for the guesses."""
+    engine = request.getfixturevalue(name)
     prompts, rest = [RNG.integers(0, 97, 40), [1]], {"max_new_tokens": 24}
-    texts = streaming.generate(prompts, **rest)
+    texts = engine.generate(prompts, **rest)
     for longer in (0, WIDTH):
         drafts = drafts_of(prompts, texts, longer=longer)
-        assert streaming.generate(prompts, drafts=drafts, **rest) == texts
+        assert engine.generate(prompts, drafts=drafts, **rest) == texts
 
 
 def test_a_text_that_repeats_itself_is_looked_up(streaming):
     guess = prompt_lookup(3, max_matching_ngram_size=2).guess
-    texts = [[1, 2, 3, 4, 1, 2], [5, 1, 9, 8, 1], [1, 2, 3], [7], [4, 4, 4]]
-    found = guess(range(5), [np.array(text) for text in texts])
-    assert [list(x) for x in found] == [[3, 4, 1], [9, 8, 1], [], [], [4]]
+    assert [list(x) for x in guess(range(5), LOOKED_UP)] == [
+        *([3, 4, 1], [9, 8, 1], [], [], [4])
+    ]
     # The model, of random weights, soon says the same again and again.
     with counting_sweeps() as sweeps:
         streaming.generate([[3]], max_new_tokens=48, drafts=prompt_lookup(WIDTH))
     assert len(sweeps) < 48 / 2
+
+
+def test_a_device_looks_up_what_the_host_does():
+    """Also in texts of few words, and whatever stands before and after a text."""
+    texts = [*LOOKED_UP, *(RNG.integers(0, 3, n) for n in RNG.integers(1, 40, 60))]
+    starts = RNG.integers(0, 6, len(texts))
+    padded = RNG.integers(0, 3, (len(texts), 50))
+    for row, text in enumerate(texts):
+        padded[row, starts[row] : starts[row] + len(text)] = text
+    ends = starts + [len(text) for text in texts]
+    for size in (1, 2, 3):
+        drafts = prompt_lookup(WIDTH, max_matching_ngram_size=size)
+        found = drafts.on_device(jnp.asarray(padded), starts, ends)
+        wanted = drafts.guesses(range(len(texts)), texts, 10)
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_small_model_may_guess(streaming):

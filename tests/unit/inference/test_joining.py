@@ -10,7 +10,9 @@ from tests.unit.inference.generating import (
     LLAMA,
     RNG,
     counting_compilations,
+    counting_passes,
     counting_sweeps,
+    is_prompt,
     make_engine,
     on_nvme,
     programs,
@@ -29,6 +31,12 @@ LENGTHS = [int(2 * 12 ** (i * 7 % COUNT / (COUNT - 1))) for i in range(COUNT)]
 @pytest.fixture(scope="module")
 def streaming():
     with make_engine({"execution": "streamed"}) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def fused():
+    with make_engine() as engine:
         yield engine
 
 
@@ -56,24 +64,32 @@ def written(engine, numbers=range(COUNT), **rest):
 
 
 @pytest.mark.parametrize(
-    ("rows", "batch_size", "how"), [(4, 4, {"temperature": 0.8}), (2, 5, DRAWN)]
+    ("name", "rows", "batch_size", "how"),
+    [
+        ("streaming", 4, 4, {"temperature": 0.8}),
+        ("streaming", 2, 5, DRAWN),
+        ("fused", 2, None, DRAWN),
+    ],
 )
-def test_a_text_is_the_same_whoever_leaves_and_joins(rows, batch_size, how, streaming):
-    wanted = written(streaming, rows=rows, **how)
+def test_a_text_is_the_same_whoever_leaves_and_joins(
+    name, rows, batch_size, how, request
+):
+    engine = request.getfixturevalue(name)
+    wanted = written(engine, rows=rows, **how)
     if "eos_token_ids" not in how:
         assert [len(text) for text in wanted] == LENGTHS
     for number in (0, 7):
-        assert written(streaming, [number], rows=rows, **how) == [wanted[number]]
-    before = used_bytes(streaming)
+        assert written(engine, [number], rows=rows, **how) == [wanted[number]]
+    before = used_bytes(engine)
     for drafts in (None, prompt_lookup(3)):
         rest = {"rows": rows, "batch_size": batch_size, "drafts": drafts, **how}
         with counting_sweeps() as sweeps:
-            assert written(streaming, **rest) == wanted
-        prefills = [x for x in sweeps if x[0][1] == 16]
-        assert 2 < len(prefills) < COUNT
-        assert used_bytes(streaming) == before
+            assert written(engine, **rest) == wanted
+        if name == "streaming":
+            assert 2 < sum(map(is_prompt, sweeps)) < COUNT
+        assert used_bytes(engine) == before
     with counting_compilations() as compiled:
-        written(streaming, **rest)
+        written(engine, **rest)
     assert not compiled
 
 
@@ -85,6 +101,17 @@ def test_a_batch_stays_full(streaming):
     assert 1.45 * len(found) <= sum(map(max, groups))
     # Each row has a token in each pass, but for joining and at the end.
     assert len(found) <= 1.5 * max(sum(LENGTHS) / 4, max(LENGTHS))
+
+
+def test_a_fused_batch_stays_full(fused):
+    """Until nothing waits, each pass has a text in each row; then the last ones end."""
+    with counting_passes() as found:
+        written(fused, rows=4)
+    first = sum(count == 4 for count in found)
+    assert set(found[:first]) == {4}
+    # The first token of a text takes no pass.
+    assert sum(found) == sum(LENGTHS) - COUNT
+    assert len(found) - first < max(LENGTHS)
 
 
 @pytest.mark.parametrize(("count", "rows", "blocks"), [(8, 4, 1), (8, 2, 2)])

@@ -196,9 +196,11 @@ class Programs:
             self.execution,
             asked.scores,
             0 if asked.drafts is None else asked.drafts.num_tokens,
+            None if asked.drafts is None else asked.drafts.on_device,
         )
         kind = str(planner.key.dtype)
-        how = sampling.steps, kind, asked.scores, planner.num_guesses
+        drafts = planner.num_guesses, planner.guess_on_device
+        how = sampling.steps, kind, asked.scores, *drafts
         same = SameFunction(decoder.apply), *how
         self.runners.flush()
         return complete(
