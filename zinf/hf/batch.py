@@ -1,12 +1,35 @@
-"""Checks the tokens of a batch, as a model computes with wrong ones all the same."""
+"""The leaves of a batch of a causal model: checks, labels, several samples in a row."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+Batch = Mapping[str, jax.Array]
 
 IGNORED = -100  # The label of a token that is not trained on, as in `transformers`.
 LABELS = f", and {IGNORED} for tokens that are not trained on"
+
+
+def check_leaves(
+    batch: Batch, name: str, needed: Sequence[str], optional: Sequence[str]
+) -> None:
+    """Refuse a batch without all leaves of `needed`, or with one of neither list.
+
+    Args:
+        name: of the model, for the message.
+
+    Raises:
+        ValueError: see above.
+    """
+    if set(needed) <= set(batch) <= {*needed, *optional}:
+        return
+    raise ValueError(
+        f"A batch of {name} has {', '.join(needed)} and may have "
+        f"{', '.join(optional)}; this one has {', '.join(batch)}."
+    )
 
 
 def check_tokens(
@@ -66,3 +89,44 @@ def check_some_label(labels: Any) -> None:
             f"No token of the batch is trained on: all labels are {IGNORED}, or only "
             "first tokens have others, which nothing predicts. Leave such samples out."
         )
+
+
+def packed(batch: Batch) -> dict[str, jax.Array]:
+    """A batch with positions that begin anew at each segment, and a mask of ones.
+
+    Without a mask `transformers` would look for segments in the values of positions.
+    """
+    segments = batch["segment_ids"]
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    before = jnp.concatenate([segments[:, :1] - 1, segments[:, :-1]], axis=1)
+    starts = jnp.where(segments != before, index, 0)
+    positions = index - jax.lax.cummax(starts, axis=1)
+    ones = jnp.ones_like(batch["input_ids"])
+    return {"position_ids": positions, "attention_mask": ones} | dict(batch)
+
+
+def next_labels(batch: Batch) -> jax.Array:
+    """The label that each token predicts, (batch, tokens); -100 where there is none.
+
+    A token predicts none of another segment.
+    """
+    labels = _labels(batch)
+    ends = jnp.full_like(labels[:, :1], IGNORED)
+    found = jnp.concatenate([labels[:, 1:], ends], axis=1)
+    if "segment_ids" not in batch:
+        return found
+    segments = batch["segment_ids"]
+    last = jnp.zeros_like(segments[:, :1])
+    following = jnp.concatenate([segments[:, 1:], last], axis=1)
+    return jnp.where(following == segments, found, IGNORED)
+
+
+def _labels(batch: Batch) -> jax.Array:
+    """The labels of a batch, or its tokens without the padding."""
+    labels = batch.get("labels")
+    if labels is not None:
+        return labels
+    tokens = batch["input_ids"]
+    if "attention_mask" not in batch:
+        return tokens
+    return jnp.where(batch["attention_mask"] != 0, tokens, IGNORED)

@@ -4,14 +4,12 @@
 loss does. Parameters have the names that the module gives them.
 """
 
-import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import copy, deepcopy
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
-from threading import RLock
 from typing import Any, TypeVar
 
 import jax
@@ -19,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from torchax import default_env
-from torchax.interop import jax_view, torch_view
+from torchax.interop import jax_view
 
 from zinf.core.interchange.names import Terms, listed, match
 from zinf.core.interchange.safetensors_files import SafetensorsFiles
@@ -29,11 +26,19 @@ from zinf.core.problem.cross_entropy import cross_entropy
 from zinf.core.problem.weighted import Weighted
 from zinf.core.program import ArraySpec
 from zinf.core.text.json_text import unreadable_object
-from zinf.hf import attention, gradients
+from zinf.hf import attention
 from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
-from zinf.hf.batch import IGNORED, check_some_label, check_tokens
-from zinf.hf.derivatives import own_derivatives
+from zinf.hf.batch import (
+    IGNORED,
+    Batch,
+    check_leaves,
+    check_some_label,
+    check_tokens,
+    next_labels,
+    packed,
+)
+from zinf.hf.call import TRACING, outputs_of
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.masks import counted_positions
@@ -57,15 +62,9 @@ from zinf.hf.weights import (
 
 Kind = TypeVar("Kind", bound="Model")
 Params = dict[str, jax.Array]
-Batch = Mapping[str, jax.Array]
 
-KEYS = (
-    *("input_ids", "labels", "attention_mask", "position_ids", "segment_ids"),
-    "kept",
-)
-# torchax has one environment, and a call changes the module while it lasts. Plans are
-# traced in several threads.
-TRACING = RLock()
+# Leaves that a batch may have beside its tokens.
+OPTIONAL = ("labels", "attention_mask", "position_ids", "segment_ids", "kept")
 # Leaves of a batch that the torch module does not get.
 OWN_KEYS = ("labels", "segment_ids", "kept")
 # Layers in which a token sees others through a mask alone.
@@ -399,6 +398,15 @@ class Model:
         """The weights of the model in its files, under the names of its parameters."""
         return StoredWeights(files, self.module, self._parted.values())
 
+    def leaves_of(self, batch: Batch) -> tuple[Sequence[str], Sequence[str]]:
+        """The leaves that a batch must have, and others that it may have."""
+        del batch
+        return ("input_ids",), OPTIONAL
+
+    def module_for(self, params: Params) -> transformers.PreTrainedModel:
+        """The torch module in the dtype of parameters."""
+        return self.module_in(str(next(iter(params.values())).dtype))
+
     def logits(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
     ) -> jax.Array:
@@ -414,15 +422,10 @@ class Model:
             key: for dropout; without it the model runs as in evaluation.
             train: whether the model runs as in training.
         """
-        unknown = sorted(set(batch) - set(KEYS))
-        if unknown or "input_ids" not in batch:
-            raise ValueError(
-                f"A batch has input_ids and may have {', '.join(KEYS[1:])}; this one "
-                f"has {', '.join(batch)}."
-            )
+        check_leaves(batch, self.name, *self.leaves_of(batch))
         if "segment_ids" in batch:
             self.check_packing()
-            batch = _packed(batch)
+            batch = packed(batch)
         if "kept" in batch:
             self.check_dropping()
         inputs = {name: batch[name] for name in batch if name not in OWN_KEYS}
@@ -476,27 +479,19 @@ class Model:
         before: Callable[[], None] = lambda: None,
     ) -> jax.Array:
         """The logits of a call of the module with arrays, and with other options."""
-        first = next(iter(params.values()))
-        module = self.module_in(str(jnp.dtype(first.dtype)))
-        prng = default_env().override_property(prng=key[0] if key else None)
+        module = self.module_for(params)
         drops = dropping(module, self.random_ltd_layers, kept)
-        counts = counted_positions("position_ids" not in inputs)
-        with _in_torch(), prng, own_derivatives(_in_torch), drops, counts:
-            module.train(train and bool(key))
-            before()
-            given = {name: torch_view(value) for name, value in inputs.items()}
-            weights = {name: torch_view(value) for name, value in params.items()}
-            buffers = {
-                name: torch_view(
-                    jnp.asarray(self._stored_buffers.get(name, to_numpy(b)))
-                )
-                for name, b in module.named_buffers()
-            }
-            result = torch.func.functional_call(
+        # A call changes the module while it lasts.
+        with TRACING, drops, counted_positions("position_ids" not in inputs):
+            result = outputs_of(
                 module,
-                weights | buffers,
-                kwargs=given | dict(options),
-                tie_weights=True,
+                params,
+                inputs,
+                options,
+                key=key[0] if key else None,
+                train=train,
+                buffers=self._stored_buffers,
+                before=before,
             )
         return jax_view(getattr(result, output_name(self.auto_class)))
 
@@ -555,16 +550,9 @@ class Model:
         logits = self.logits(params, batch, *key, train=train).astype(jnp.float32)
         if temperature != 1:
             logits = logits / temperature
-        labels = _labels(batch)
-        ends = jnp.full_like(labels[:, :1], IGNORED)
-        next_labels = jnp.concatenate([labels[:, 1:], ends], axis=1)
-        if "segment_ids" in batch:
-            segments = batch["segment_ids"]
-            last = jnp.zeros_like(segments[:, :1])
-            following = jnp.concatenate([segments[:, 1:], last], axis=1)
-            next_labels = jnp.where(following == segments, next_labels, IGNORED)
-        is_trained = next_labels != IGNORED
-        losses = cross_entropy(logits, jnp.where(is_trained, next_labels, 0))
+        labels = next_labels(batch)
+        is_trained = labels != IGNORED
+        losses = cross_entropy(logits, jnp.where(is_trained, labels, 0))
         return jnp.where(is_trained, losses, 0.0), is_trained
 
     @property
@@ -701,46 +689,3 @@ class Model:
     def __repr__(self) -> str:
         kind = self.config.model_type
         return f"<Model {self.name}: {kind}, {self.num_parameters:,} parameters>"
-
-
-def _packed(batch: Batch) -> dict[str, jax.Array]:
-    """A batch with positions that begin anew at each segment, and a mask of ones.
-
-    Without a mask `transformers` would look for segments in the values of positions.
-    """
-    segments = batch["segment_ids"]
-    index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
-    before = jnp.concatenate([segments[:, :1] - 1, segments[:, :-1]], axis=1)
-    starts = jnp.where(segments != before, index, 0)
-    positions = index - jax.lax.cummax(starts, axis=1)
-    ones = jnp.ones_like(batch["input_ids"])
-    return {"position_ids": positions, "attention_mask": ones} | dict(batch)
-
-
-def _labels(batch: Batch) -> jax.Array:
-    """The labels of a batch, or its tokens without the padding."""
-    labels = batch.get("labels")
-    if labels is not None:
-        return labels
-    tokens = batch["input_ids"]
-    if "attention_mask" not in batch:
-        return tokens
-    return jnp.where(batch["attention_mask"] != 0, tokens, IGNORED)
-
-
-@contextmanager
-def _in_torch() -> Generator[None, None, None]:
-    """In the `with` block, torch's functions take jax arrays, by torch's rules."""
-    with TRACING, default_env(), _torch_promotion(), gradients.as_in_torch():
-        yield
-
-
-@contextmanager
-def _torch_promotion() -> Generator[None, None, None]:
-    """The promotion of ranks and dtypes that torch has, whatever jax is set to."""
-    rank, dtype = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion
-    with rank, dtype("standard"), warnings.catch_warnings():
-        # Modules count positions and words in int64; int32 holds as many.
-        text = "Explicitly requested dtype int64 .* is not available"
-        warnings.filterwarnings("ignore", message=text)
-        yield

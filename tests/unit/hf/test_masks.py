@@ -14,8 +14,8 @@ from transformers import masking_utils as theirs
 from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import llama, save
 from zinf import hf
+from zinf.hf.call import in_torch
 from zinf.hf.masks import Form, form_of
-from zinf.hf.model import _in_torch
 from zinf_kernels.attention import Operands, Spec, choosing
 from zinf_kernels.attention.spec import is_seen
 
@@ -73,7 +73,7 @@ CASES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_form_lets_the_same_keys_be_seen_as_the_mask(name):
-    with _in_torch():
+    with in_torch():
         function, options = CASES[name]()
         options = {"q_length": T, "kv_length": S, "mask_function": function} | options
         if "attention_mask" in options:
@@ -90,7 +90,7 @@ def test_a_form_lets_the_same_keys_be_seen_as_the_mask(name):
 
 
 def test_samples_of_one_row_and_padding_are_joined():
-    with _in_torch():
+    with in_torch():
         options = {"q_length": T, "kv_length": S, "attention_mask": tensor(PADDED)}
         chunks = theirs.chunked_causal_mask_function(4, tensor([2, 0]))
         form = form_of(**options, mask_function=chunks, segment_ids=jnp.asarray(IDS))

@@ -8,26 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
 from torchax.interop import torch_view
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from zinf.core.interchange.names import listed
 from zinf.hf.adapter import SavedAdapter
+from zinf.hf.call import TRACING
 from zinf.hf.images.kind import AbstractKind
 from zinf.hf.images.kinds import AUTO_CLASS, kind_of
 from zinf.hf.images.placing import placing, replaced
-from zinf.hf.model import (
-    KEYS,
-    TRACING,
-    Batch,
-    Model,
-    Params,
-    found_with_adapter,
-)
+from zinf.hf.model import Batch, Model, Params, found_with_adapter
 from zinf.hf.module import output_name, read_config
 
 PIXELS, FEATURES = "pixel_values", "features"
@@ -109,29 +101,11 @@ class ImageModel(Model):
         """Whether a parameter is one of the tower."""
         return name.startswith(f"model.{self.kind.tower}.")
 
-    def logits(
-        self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
-    ) -> jax.Array:
-        """(batch, tokens, words), in the dtype that the model gives.
-
-        Args:
-            batch: as for `Model.logits`, without packing and dropping; with images also
-                what `kind.leaves` names, of which each row has as many pieces.
-            key, train: as for `Model.logits`.
-        """
-        leaves = {name: batch[name] for name in self.kind.leaves if name in batch}
-        if PIXELS not in leaves:
-            return super().logits(params, batch, *key, train=train)
-        taken = {"input_ids", "labels", "attention_mask", *self.kind.leaves}
-        unknown = sorted(set(batch) - taken)
-        absent = sorted(set(self.kind.leaves) - set(leaves))
-        if unknown or absent:
-            raise ValueError(
-                f"A batch of {self.name} with images has {listed(sorted(taken))}; this "
-                f"one has {listed(sorted(batch))}."
-            )
-        inputs = {n: x for n, x in batch.items() if n in KEYS and n != "labels"}
-        return self.call(params, inputs | leaves, key=key, train=train)
+    def leaves_of(self, batch: Batch) -> tuple[Sequence[str], Sequence[str]]:
+        """As `Model.leaves_of`; with images there is no packing and no dropping."""
+        if PIXELS not in batch:
+            return super().leaves_of(batch)
+        return ("input_ids", *self.kind.leaves), ("labels", "attention_mask")
 
     def _run(
         self,
@@ -145,8 +119,8 @@ class ImageModel(Model):
     ) -> jax.Array:
         if not {PIXELS, FEATURES} & inputs.keys():
             return super()._run(params, inputs, options, key=key, train=train, **rest)
-        kind, dtype = self.kind, _dtype_of(params)
-        inner = self.module_in(str(dtype)).model
+        kind, module = self.kind, self.module_for(params)
+        inner = module.model
         text = dict(inputs)
         is_image = text["input_ids"] == self.image_token
         if FEATURES in text:
@@ -155,7 +129,8 @@ class ImageModel(Model):
             images, within = {PIXELS: is_image}, _as_computed(inner, features)
         else:
             leaves = {name: text.pop(name) for name in kind.leaves}
-            images, within = kind.inputs(leaves, dtype), kind.within(inner, leaves)
+            images = kind.inputs(leaves, next(iter(params.values())).dtype)
+            within = kind.within(inner, leaves)
         given = text | images | kind.types(is_image)
         # A call changes the module while it lasts.
         with TRACING, placing(inner), within:
@@ -167,8 +142,7 @@ class ImageModel(Model):
         Args:
             leaves: those of `kind.leaves`, but for `position_ids`.
         """
-        dtype = _dtype_of(params)
-        module = self.module_in(str(dtype))
+        module = self.module_for(params)
 
         def forward(pixel_values: torch.Tensor) -> SimpleNamespace:
             found = module.model.get_image_features(pixel_values)
@@ -177,6 +151,7 @@ class ImageModel(Model):
                 values[DEEP] = getattr(found, DEEP)
             return SimpleNamespace(**{output_name(self.auto_class): values})
 
+        dtype = next(iter(params.values())).dtype
         given = {PIXELS: self.kind.inputs(leaves, dtype)[PIXELS]}
         within = self.kind.within(module.model, leaves)
         with TRACING, within, replaced(module, forward=forward):
@@ -221,10 +196,6 @@ class ImageModel(Model):
                 f"{self.kind.pieces} are given. {self.name} has {tokens} tokens for "
                 f"{pieces} {self.kind.pieces}. Use the processor of this model."
             )
-
-
-def _dtype_of(params: Params) -> Any:
-    return jnp.dtype(next(iter(params.values())).dtype)
 
 
 def _as_computed(inner: torch.nn.Module, features: Any) -> AbstractContextManager[Any]:
