@@ -19,6 +19,7 @@ class Traits:
             next one. Such rows can be packed, shortened and batched by their tokens.
         has_classes: whether `data.labels` names its classes.
         is_drawn: the model writes what it is trained on; lines have prompts alone.
+        takes_images: lines may have images.
     """
 
     goal: str
@@ -28,16 +29,18 @@ class Traits:
     predicts_next: bool = False
     has_classes: bool = False
     is_drawn: bool = False
+    takes_images: bool = False
 
 
 OBJECTIVES = {
-    "sft": Traits("predict the next token", predicts_next=True),
+    "sft": Traits("predict the next token", predicts_next=True, takes_images=True),
     "dpo": Traits(
         "prefer chosen answers to rejected ones, https://arxiv.org/abs/2305.18290",
         "chosen and rejected answers",
         num_sequences=2,
         # Such as 1e-6 of all weights: appendix B of the paper.
         rate=0.1,
+        takes_images=True,
     ),
     "ipo": Traits(
         "prefer them by a set difference, https://arxiv.org/abs/2310.12036",
@@ -45,6 +48,7 @@ OBJECTIVES = {
         num_sequences=2,
         # As dpo, of which it is a loss in TRL.
         rate=0.1,
+        takes_images=True,
     ),
     "simpo": Traits(
         "prefer them by their mean over tokens, https://arxiv.org/abs/2405.14734",
@@ -52,17 +56,20 @@ OBJECTIVES = {
         num_sequences=2,
         # From 3e-7 to 1e-6 of all weights: appendix B of the paper.
         rate=0.1,
+        takes_images=True,
     ),
     "orpo": Traits(
         "predict chosen answers and prefer them, https://arxiv.org/abs/2403.07691",
         "chosen and rejected answers",
         num_sequences=2,
         # The learning rate of sft; TRL's example trains all weights at 8e-6.
+        takes_images=True,
     ),
     "reward": Traits(
         "score chosen answers above rejected ones, https://arxiv.org/abs/2203.02155",
         "chosen and rejected answers",
         num_sequences=2,
+        takes_images=True,
     ),
     "classification": Traits(
         "give a text its label", "a text and its label", has_classes=True

@@ -1,6 +1,6 @@
 """The leaves of a batch of a causal model: checks, labels, several samples in a row."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,16 @@ def check_leaves(
         f"A batch of {name} has {', '.join(needed)} and may have "
         f"{', '.join(optional)}; this one has {', '.join(batch)}."
     )
+
+
+def by_sequence(batch: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Leaves whose rows are single sequences, also of a batch with pairs of them.
+
+    Args:
+        batch: `input_ids` (..., tokens), and leaves with as many dims of rows.
+    """
+    num_dims = batch["input_ids"].ndim - 1
+    return {n: batch[n].reshape(-1, *batch[n].shape[num_dims:]) for n in names}
 
 
 def check_tokens(

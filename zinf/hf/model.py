@@ -325,6 +325,11 @@ class Model:
             ) from error
 
     @property
+    def image_leaves(self) -> tuple[str, ...]:
+        """Leaves of a batch that images add to those of text."""
+        return ()
+
+    @property
     def without_adapters(self) -> tuple[str, ...]:
         """Parameters that get no adapters, whatever modules they are in."""
         return ()

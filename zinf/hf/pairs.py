@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import grain
@@ -11,10 +12,10 @@ import numpy as np
 
 from zinf.core.objectives import OBJECTIVES
 from zinf.core.problem.weighted import Weighted
-from zinf.hf.batch import IGNORED
+from zinf.hf.batch import IGNORED, by_sequence
 from zinf.hf.dataset import Samples
 from zinf.hf.model import Batch, Model, Params
-from zinf.hf.records import refuse_images, tools_of
+from zinf.hf.records import given_images, tools_of
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
 SIDES = ("chosen", "rejected")
@@ -29,7 +30,7 @@ class PairTokenizing(Tokenizing):
     # Whether labels are of answers alone; a text may then not begin with its answer.
     finds_answers: ClassVar[bool] = True
 
-    def read(self, line: Any, where: str) -> Reading:
+    def read(self, line: Any, where: str, folder: Path | None = None) -> Reading:
         """The chosen and the rejected sample of a line: both, or none of them.
 
         Both are texts or messages that follow `prompt`, or whole conversations.
@@ -46,19 +47,24 @@ class PairTokenizing(Tokenizing):
                 "chosen and rejected, or two conversations chosen and rejected; found "
                 f"{found}."
             )
-        refuse_images(line, where)
+        self.check_kind(line, where)
         one = replace(self, completion_only=self.finds_answers)
-        tools = {"tools": tools_of(line, where)}
+        # Both answers are about the same images.
+        shared = {"tools": tools_of(line, where), "images": given_images(line)}
         both = [
-            Tokenizing.read(
-                one, self._answered(line, side, where) | tools, f"{where}, {side}"
+            super(PairTokenizing, one).read(
+                self._answered(line, side, where) | shared, f"{where}, {side}", folder
             )
             for side in SIDES
         ]
         if not all(reading.samples for reading in both):
             return DROPPED
-        chosen, rejected = (reading.samples[0] for reading in both)
-        return Reading((chosen, rejected), any(reading.is_cut for reading in both))
+        is_cut = any(reading.is_cut for reading in both)
+        samples, beside = (
+            sum((getattr(reading, name) for reading in both), ())
+            for name in ("samples", "beside")
+        )
+        return Reading(samples, is_cut, beside)
 
     def _answered(
         self, line: Mapping[str, Any], side: str, where: str
@@ -93,9 +99,9 @@ class Pairs(grain.sources.RandomAccessDataSource):
         return len(self.samples) // len(SIDES)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`input_ids` and `labels`, int32 (2, length)."""
+        """The leaves of both samples, such as `input_ids`, int32 (2, length)."""
         both = [self.samples[len(SIDES) * index + side] for side in range(len(SIDES))]
-        return {name: np.stack([x[name] for x in both]) for name in ANSWER_KEYS}
+        return {name: np.stack([x[name] for x in both]) for name in both[0]}
 
 
 def pairs_spec(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -108,7 +114,7 @@ def log_probabilities(
     model: Model, params: Params, batch: Batch, *key: jax.Array, train: bool = False
 ) -> jax.Array:
     """The log-probability of each answer, float32 (pairs, 2)."""
-    flat = {n: batch[n].reshape(-1, batch[n].shape[-1]) for n in ANSWER_KEYS}
+    flat = by_sequence(batch, (*ANSWER_KEYS, *model.image_leaves))
     found = model.log_probabilities(params, flat, *key, train=train)
     return found.reshape(-1, len(SIDES))
 

@@ -111,9 +111,9 @@ def refuse_images(line: Any, where: str) -> None:
     """Refuse a record with images where text alone is read."""
     if has_images(line):
         raise ValueError(
-            f"{where}: the line has images, and only text is read here. Supervised "
-            "fine-tuning reads them (sft): zinf finetune, or data.images in a config. "
-            "Else leave them out."
+            f"{where}: the line has images, and only text is read here. Fine-tuning "
+            "on answers and on preferences reads them: zinf finetune, or data.images "
+            "in a config. Else leave them out."
         )
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -62,10 +62,12 @@ class Reading:
     Attributes:
         samples: empty if the line is left out because it is too long.
         is_cut: whether a sample lost tokens at its end.
+        beside: what is kept beside each sample, if anything is.
     """
 
     samples: tuple[Sample, ...]
     is_cut: bool = False
+    beside: tuple[Any, ...] = ()
 
 
 DROPPED = Reading(())
@@ -95,8 +97,6 @@ class Tokenizing:
     vocab_size: int
     assistant_only: bool = False
     begun_inside: Tally = field(default_factory=Tally, compare=False, kw_only=True)
-    # Whether images of a line are read, and not refused.
-    takes_images: ClassVar[bool] = False
 
     @classmethod
     def of(cls, model: Model, **settings: Any) -> Self:
@@ -127,18 +127,24 @@ class Tokenizing:
         del folder
         yield lambda reading: None
 
-    def read(self, line: Any, where: str) -> Reading:
+    def check_kind(self, line: Any, where: str) -> None:
+        """Refuse a line with more than text, unless it is read here."""
+        refuse_images(line, where)
+
+    def read(self, line: Any, where: str, folder: Path | None = None) -> Reading:
         """The samples of a line, one here: tokens and labels, themselves or -100.
 
         Args:
             line: the JSON value.
             where: file and number of the line, for messages.
+            folder: from which paths in the line begin; a text has none.
 
         Raises:
             ValueError: the line has none of the known fields, is too long (with
                 too_long error), or has no token to train on; the message names the
                 line.
         """
+        del folder
         ids, labels = self._tokens(line, where)
         is_long = len(ids) > self.sequence_length
         if is_long:
@@ -183,8 +189,7 @@ class Tokenizing:
 
     def _tokens(self, line: Any, where: str) -> tuple[list[int], list[int]]:
         has_template = bool(self.tokenizer.chat_template)
-        if not self.takes_images:
-            refuse_images(line, where)
+        self.check_kind(line, where)
         line = standard(line, where, has_template=has_template)
         if not isinstance(line, Mapping):
             raise ValueError(

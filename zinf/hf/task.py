@@ -67,6 +67,7 @@ from zinf.hf.engine import (
 from zinf.hf.export import write_adapter, write_model
 from zinf.hf.frozen import Frozen, in_words
 from zinf.hf.hub import check_login, push
+from zinf.hf.images.objective import images_in_files
 from zinf.hf.judge import Judge
 from zinf.hf.model import IGNORED, Model, load_as_stored
 from zinf.hf.objectives import objective_of
@@ -408,8 +409,11 @@ class Task:
         Raises:
             FileNotFoundError, ValueError: a file or a line is wrong.
         """
-        settings = self.objective.settings_of_data
-        return {} if settings is None else settings(self.config, say)
+        settings, data = self.objective.settings_of_data, self.config.data
+        found = {} if settings is None else dict(settings(self.config, say))
+        if data.traits.takes_images and data.images is None:
+            found |= images_in_files(self.objective, self.config, say)
+        return found
 
     def steps_of_epochs(
         self, batch_size: int, epochs: float, say: Callable[[str], None]
@@ -502,14 +506,15 @@ class Task:
             fraction = 0.0 if is_training else 1.0
         count = num_samples(folder) // each
         first, last = split_of(count, fraction, is_training=is_training)
-        samples = Samples(
-            folder,
-            length=self.length,
-            padding=model.padding,
-            first=first * each,
-            last=last * each,
-        )
+        samples = self._opened(folder, first * each, last * each)
         return self.objective.rows(samples, model, self.config)
+
+    def _opened(self, folder: Path, first: int, last: int) -> Samples:
+        """Samples of a folder of `tokenized`, of which `first` is the first one."""
+        model = self.model
+        where = {"length": self.length, "padding": model.padding}
+        where |= {"first": first, "last": last}
+        return self.objective.samples(folder, model, self.config, **where)
 
     def before_training(self, engine: Any, say: Callable[[str], None]) -> None:
         """Compute what batches need of the model as it is before the first step."""
@@ -519,10 +524,7 @@ class Task:
         folders = [self.samples()]
         if config.run.evaluate_every and config.data.evaluation_paths is not None:
             folders.append(self.samples(for_evaluation=True))
-        files = [
-            Samples(f, length=self.length, padding=0, first=0, last=num_samples(f))
-            for f in folders
-        ]
+        files = [self._opened(f, 0, num_samples(f)) for f in folders]
         before(engine, config, files, say)
 
     def measures(

@@ -34,10 +34,15 @@ def config_of(name: str, **changes: Any) -> transformers.PretrainedConfig:
     return transformers.CONFIG_MAPPING[name](text_config=text, **given)
 
 
-def make(name: str, **changes: Any) -> transformers.PreTrainedModel:
-    """The model of torch, with random weights that are the same each time."""
+def make(
+    name: str, kind: Any = transformers.AutoModelForImageTextToText, **changes: Any
+) -> transformers.PreTrainedModel:
+    """The model of torch, with random weights that are the same each time.
+
+    Args:
+        kind: the Auto class of `transformers`.
+    """
     torch.manual_seed(0)
-    kind = transformers.AutoModelForImageTextToText
     config = config_of(name, **changes)
     model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

@@ -36,10 +36,10 @@ import torch  # isort: skip
 import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
-from zinf.hf.dataset import Samples, tokenized  # isort: skip
+from zinf.hf.dataset import tokenized  # isort: skip
 from zinf.hf.engine import adapted_model  # isort: skip
 from zinf.hf.images.kind import bucket_of, sizes  # isort: skip
-from zinf.hf.images.samples import ImageRows, ImageTokenizing  # isort: skip
+from zinf.hf.images.samples import ImageSamples, ImageTokenizing  # isort: skip
 from zinf.hf.images.sources import in_parts, opened  # isort: skip
 
 # As for models of text: see `test_architectures`.
@@ -183,7 +183,7 @@ def wanted_loss(torch_model, folder, data):
         ids, labels = reading.samples[0]
         line, _ = in_parts(*record[:2])
         text = processor.apply_chat_template(line["messages"])
-        pictures = [opened(x, "") for x in reading.images]
+        pictures = [opened(x, "") for x in reading.beside[0].contents]
         given = processor(text=[text], images=[pictures], return_tensors="pt")
         assert given["input_ids"][0].tolist() == ids
         with torch.no_grad():
@@ -322,7 +322,7 @@ def test_images_of_all_forms_are_read(tmp_path):
     ids = [4, *[IMAGE] * 4, 6, 3, 7, 1]
     for reading in found:
         assert reading.samples == ((ids, [*[hf.IGNORED] * 7, 7, 1]),)
-        (one,) = reading.images
+        (one,) = reading.beside[0].contents
         assert np.array_equal(np.asarray(opened(one, "")), np.asarray(image))
 
 
@@ -365,10 +365,8 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         }
         data = write(tmp_path / "data.jsonl", [record])
         named = {"tokenizer_files": [], "cache": tmp_path / "cache"}
-        samples = Samples(
-            tokenized([data], how, **named), length=64, padding=0, first=0, last=1
-        )
-        ImageRows(samples, model, room)
+        where = {"length": 64, "padding": 0, "first": 0, "last": 1}
+        ImageSamples(tokenized([data], how, **named), model, room=room, **where)
 
     def without_processor():
         config_of("gemma3").save_pretrained(tmp_path / "none")
@@ -413,7 +411,11 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         ),
     }
     golden.check("images.txt", refusals(mistakes, tmp_path))
-    for section in ({"packing": True}, {"objective": "dpo"}, {"too_long": "truncate"}):
+    for section in (
+        {"packing": True},
+        {"objective": "classification"},
+        {"too_long": "truncate"},
+    ):
         raw = {"model": {"huggingface": "x"}, "data": {"images": 1} | section}
         with pytest.raises(ValueError, match="images: is not supported with data"):
             Config.load(raw)

@@ -364,7 +364,7 @@ def _images(config: Settings) -> Iterator[Violation]:
         yield path, "is for model.huggingface. Remove it."
     legacy, efficiency = config.curriculum_learning, config.data_efficiency
     others = {
-        f"data.objective {data.objective}": data.objective != "sft",
+        f"data.objective {data.objective}": not data.traits.takes_images,
         "data.packing": data.packing,
         "data.too_long truncate": data.treatment_of_long == "truncate",
         "curriculum_learning": legacy is not None and legacy.enabled,

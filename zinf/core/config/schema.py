@@ -355,9 +355,9 @@ class Data(Section):
     null: those of the model's config.json."""
 
     images: Annotated[int, Field(ge=0)] | None = None
-    """With sft and model.huggingface: lines may have images, and this is the most tiles
-    or patches of a sample (`zinf finetune` takes it from the files); null: text alone.
-    """
+    """With model.huggingface and objectives of answers: lines may have images, and this
+    is the most tiles or patches of a sample (`zinf finetune` takes it from the files);
+    null: text alone."""
 
     beta: Positive = 0.1
     """With dpo and ipo: how strongly the model is kept near the one that training

@@ -10,14 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-import transformers
 from torchax.interop import torch_view
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
-from zinf.hf.adapter import SavedAdapter
+from zinf.hf.batch import by_sequence
 from zinf.hf.call import TRACING
+from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.images.kind import AbstractKind
-from zinf.hf.images.kinds import AUTO_CLASS, kind_of
+from zinf.hf.images.kinds import AUTO_CLASS, KINDS, kind_of
 from zinf.hf.images.placing import placing, replaced
 from zinf.hf.model import Batch, Model, Params, found_with_adapter
 from zinf.hf.module import output_name, read_config
@@ -48,8 +51,43 @@ def load_with_images(
     name, folder, adapter = found_with_adapter(path_or_id, base)
     config = read_config(folder)
     kind_of(config, name)
-    rest = dtype, adapter
-    return ImageModel(name, folder, config, *rest, trains_tower=trains_tower)
+    model = ImageModel(name, folder, config, dtype, adapter)
+    model.trains_tower = trains_tower
+    return model
+
+
+def load_head_with_images(
+    path_or_id: str | Path,
+    *,
+    labels: tuple[str, ...] | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+    trains_tower: bool = True,
+) -> "ImageHead":
+    """A classifier of images beside text, such as a reward model; no weight is read.
+
+    Args:
+        path_or_id, labels, dtype, seed: as for `load_head`.
+        trains_tower: as for `load_with_images`.
+
+    Raises:
+        NotImplementedError: zinf does not read images with this architecture, or it
+            has no such class in `transformers`.
+        FileNotFoundError, OSError, ValueError: see `load_head`.
+    """
+    text = load_head(path_or_id, labels=labels)
+    config, kinds = text.config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    kind_of(config, text.name)
+    if config.model_type not in kinds:
+        raise NotImplementedError(
+            f"{text.name} is of the architecture {config.model_type!r}, of which "
+            "transformers has no classifier, so it gives no scores of images. Use one "
+            f"of {', '.join(KINDS.keys() & kinds.keys())}."
+        )
+    given = text.name, text.folder, config, text.auto_class, dtype, seed
+    model = ImageHead(*given)
+    model.trains_tower = trains_tower
+    return model
 
 
 class ImageModel(Model):
@@ -61,23 +99,15 @@ class ImageModel(Model):
     """
 
     auto_class = AUTO_CLASS
-
-    def __init__(
-        self,
-        name: str,
-        folder: Path,
-        config: transformers.PretrainedConfig,
-        dtype: str = "float32",
-        adapter: SavedAdapter | None = None,
-        *,
-        trains_tower: bool = True,
-    ) -> None:
-        super().__init__(name, folder, config, dtype, adapter)
-        self.trains_tower = trains_tower
+    trains_tower = True
 
     @property
     def kind(self) -> AbstractKind:
         return kind_of(self.config, self.name)
+
+    @property
+    def image_leaves(self) -> tuple[str, ...]:
+        return self.kind.leaves
 
     @property
     def image_token(self) -> int:
@@ -178,12 +208,11 @@ class ImageModel(Model):
         super().check(batch)
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             return
-        is_image = np.asarray(batch["input_ids"]) == self.image_token
-        num_tokens = np.count_nonzero(is_image, axis=-1)
-        if PIXELS not in batch:
-            given = np.zeros_like(num_tokens)
-        else:
-            given = self.kind.num_given(batch)
+        ids = np.asarray(batch["input_ids"])
+        num_tokens = np.count_nonzero(ids == self.image_token, axis=-1).reshape(-1)
+        given = np.zeros_like(num_tokens)
+        if PIXELS in batch:
+            given = self.kind.num_given(by_sequence(batch, self.kind.leaves))
         tokens, pieces = self.kind.tokens_of
         places = num_tokens * pieces
         wrong = np.flatnonzero(places != given * tokens)
@@ -196,6 +225,10 @@ class ImageModel(Model):
                 f"{self.kind.pieces} are given. {self.name} has {tokens} tokens for "
                 f"{pieces} {self.kind.pieces}. Use the processor of this model."
             )
+
+
+class ImageHead(ImageModel, HeadModel):
+    """A classifier of text and images without its weights."""
 
 
 def _as_computed(inner: torch.nn.Module, features: Any) -> AbstractContextManager[Any]:

@@ -1,17 +1,70 @@
-"""Supervised fine-tuning on conversations with images."""
+"""Objectives of answers and of preferences, on conversations with images."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from zinf.core.config import Config
-from zinf.hf.dataset import Samples
+from zinf.hf.batch import by_sequence
+from zinf.hf.dataset import samples_of
 from zinf.hf.images.kind import bucket_of
-from zinf.hf.images.model import PIXELS, ImageModel, load_with_images
-from zinf.hf.images.samples import ImageRows, ImageTokenizing
+from zinf.hf.images.model import (
+    PIXELS,
+    ImageModel,
+    load_head_with_images,
+    load_with_images,
+)
+from zinf.hf.images.samples import (
+    ImagePairTokenizing,
+    ImageRatedTokenizing,
+    ImageSamples,
+    ImageTokenizing,
+    most_pieces,
+)
 from zinf.hf.model import Model
-from zinf.hf.objectives.objective import Objective, Spec, tokens_spec
+from zinf.hf.objectives.objective import Objective, Say, Spec
+from zinf.hf.objectives.reward import LABELS, RatedTokenizing
+from zinf.hf.pairs import PairTokenizing
+from zinf.hf.records import has_images, records
+from zinf.hf.samples import Tokenizing
+
+TOKENIZING: Mapping[type[Tokenizing], type[ImageTokenizing]] = {
+    Tokenizing: ImageTokenizing,
+    PairTokenizing: ImagePairTokenizing,
+    RatedTokenizing: ImageRatedTokenizing,
+}
+
+
+@cache
+def with_images(objective: Objective) -> Objective:
+    """An objective as it is of lines with images."""
+    is_rated = objective.tokenizing is RatedTokenizing
+    model = _scoring_model if is_rated else image_model
+
+    def batch_spec(config: Config, rows: int, length: int) -> Spec:
+        text = objective.batch_spec(config, rows, length)
+        *lead, _ = text["input_ids"].shape
+        found, room = model(config), room_of(model(config), config)
+        more = found.kind.specs(prod(lead), room, length)
+        return text | {
+            name: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
+            for name, x in more.items()
+        }
+
+    return replace(
+        objective,
+        batch_spec=batch_spec,
+        samples=_samples,
+        model=model,
+        tokenizing=TOKENIZING[objective.tokenizing],
+        trimmed=trimmed,
+    )
 
 
 @cache
@@ -28,6 +81,19 @@ def image_model(config: Config) -> ImageModel:
     return model
 
 
+@cache
+def _loaded_head(name: str, trains_tower: bool, seed: int) -> ImageModel:
+    rest = {"trains_tower": trains_tower, "seed": seed}
+    return load_head_with_images(name, labels=LABELS, **rest)
+
+
+def _scoring_model(config: Config) -> ImageModel:
+    """The reward model of a config; the same object each time."""
+    assert config.model is not None and config.model.huggingface is not None
+    is_frozen = config.model.freeze_vision_tower
+    return _loaded_head(config.model.huggingface, not is_frozen, config.run.seed)
+
+
 def room_of(model: ImageModel, config: Config) -> int:
     """The pieces that the rows of the largest batch have room for.
 
@@ -37,15 +103,42 @@ def room_of(model: ImageModel, config: Config) -> int:
     return max(unit, -(-(config.data.images or 0) // unit) * unit)
 
 
-def _spec(config: Config, rows: int, length: int) -> Spec:
-    model = image_model(config)
-    text = dict.fromkeys(("input_ids", "labels"), tokens_spec(rows, length))
-    return text | model.kind.specs(rows, room_of(model, config), length)
-
-
-def _rows(samples: Samples, model: Model, config: Config) -> ImageRows:
+def _samples(folder: Path, model: Model, config: Config, **where: Any) -> ImageSamples:
     assert isinstance(model, ImageModel)
-    return ImageRows(samples, model, room_of(model, config))
+    return ImageSamples(folder, model, room=room_of(model, config), **where)
+
+
+def images_in_files(objective: Objective, config: Config, say: Say) -> dict[str, Any]:
+    """The tiles or patches of the sample with the most of them, if lines have images.
+
+    Args:
+        objective: as it is of lines without images.
+
+    Returns:
+        keys of the data section.
+
+    Raises:
+        NotImplementedError: they have, and zinf reads none with this architecture.
+        FileNotFoundError, ValueError: a file or a line is wrong.
+    """
+    data = config.data
+    if isinstance(data.paths, str):
+        return {}
+    splits = [data.paths, data.evaluation_paths or ()]
+    lines = (line for paths in splits for path in paths for line in records(path))
+    if not any(has_images(line) for line, _ in lines):
+        if config.model is not None and config.model.freeze_vision_tower:
+            raise ValueError(
+                "model.freeze_vision_tower (--freeze-vision-tower) is set, and no line "
+                "has images. Leave it out, or give images."
+            )
+        return {}
+    found, seeing = [], with_images(objective)
+    for paths, for_evaluation in zip(splits, (False, True), strict=True):
+        if paths:
+            given = seeing.model(config), config, seeing.tokenizing, say
+            found.append(samples_of(*given, for_evaluation=for_evaluation))
+    return {"images": max(map(most_pieces, found))}
 
 
 def trimmed(model: Model, batch: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
@@ -55,18 +148,13 @@ def trimmed(model: Model, batch: Mapping[str, np.ndarray]) -> Mapping[str, np.nd
     decides.
     """
     assert isinstance(model, ImageModel)
-    kind, room = model.kind, batch[PIXELS].shape[1]
-    is_image = batch["input_ids"] == model.image_token
+    kind, lead = model.kind, batch["input_ids"].shape[:-1]
+    leaves = by_sequence(batch, ("input_ids", *kind.leaves))
+    room = leaves[PIXELS].shape[1]
+    is_image = leaves.pop("input_ids") == model.image_token
     needed = int(kind.num_pieces(np.count_nonzero(is_image, axis=1)).max())
     bucket = bucket_of(needed, room, kind.unit)
-    return batch if bucket == room else kind.cut(batch, bucket)
-
-
-OBJECTIVE = Objective(
-    loss=lambda model, config: model.loss,
-    batch_spec=_spec,
-    rows=_rows,
-    model=image_model,
-    tokenizing=ImageTokenizing,
-    trimmed=trimmed,
-)
+    if bucket == room:
+        return batch
+    cut = kind.cut(leaves, bucket)
+    return {**batch, **{n: x.reshape(*lead, *x.shape[1:]) for n, x in cut.items()}}

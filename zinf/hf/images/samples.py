@@ -5,9 +5,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-import grain
 import numpy as np
 
 from zinf.data.array_file import read_array
@@ -15,28 +14,30 @@ from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.images.model import ImageModel
 from zinf.hf.images.reader import ImageReader
-from zinf.hf.images.sources import content_of, in_parts, path_of
+from zinf.hf.images.sources import content_of, in_parts, path_of, sources_of
 from zinf.hf.model import Model
+from zinf.hf.objectives.reward import RatedTokenizing
+from zinf.hf.pairs import PairTokenizing
 from zinf.hf.records import records
 from zinf.hf.samples import Reading, Tokenizing
 
-# Bytes of image files, one after the other; where each ends; and for each sample its
-# numbers of images and of pieces.
+# Bytes of image files, one after the other; where each ends; and for each sample the
+# number of its first image, and its numbers of images and of pieces.
 IMAGES, ENDS, COUNTS = "images.bin", "image_ends.npy", "image_counts.npy"
 NO_READER: Any = None
 
 
 @dataclass(frozen=True)
-class SeenReading(Reading):
-    """A sample with images.
+class Pictures:
+    """The images of a sample.
 
     Attributes:
-        images: the bytes of their files.
+        contents: the bytes of their files.
         num_pieces: tiles or patches of all of them.
     """
 
-    images: tuple[bytes, ...] = ()
-    num_pieces: int = 0
+    contents: tuple[bytes, ...]
+    num_pieces: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class ImageTokenizing(Tokenizing):
     """
 
     reader: ImageReader = field(default=NO_READER, compare=False, kw_only=True)
-    takes_images: ClassVar[bool] = True
 
     @classmethod
     def of(cls, model: Model, **settings: Any) -> Self:
@@ -68,16 +68,19 @@ class ImageTokenizing(Tokenizing):
     def others(cls, paths: Sequence[Path]) -> list[tuple[str, int, int]]:
         """See `Tokenizing.others`: the image files."""
         found = []
-        for line, where, folder in (x for path in paths for x in cls.records(path)):
-            for source in in_parts(line, where)[1]:
+        for line, _, folder in (x for path in paths for x in cls.records(path)):
+            for source in sources_of(line):
                 file = path_of(source, folder)
                 if file is not None:
                     about = file.stat()
                     found.append((str(source), about.st_size, about.st_mtime_ns))
         return found
 
-    def read(self, line: Any, where: str, folder: Path | None = None) -> SeenReading:
-        """The sample of a record: tokens, labels and images.
+    def check_kind(self, line: Any, where: str) -> None:
+        """See `Tokenizing.check_kind`: images are read."""
+
+    def read(self, line: Any, where: str, folder: Path | None = None) -> Reading:
+        """The sample of a record, with its `Pictures` beside it.
 
         Args:
             folder: from which paths of images begin.
@@ -93,9 +96,9 @@ class ImageTokenizing(Tokenizing):
         )
         seen = self.reader.see(images, where)
         plain = replace(self, tokenizer=self.reader.layout(seen))
-        reading = Tokenizing.read(plain, line, where)
+        reading = super(ImageTokenizing, plain).read(line, where)
         if not reading.samples:
-            return SeenReading(())
+            return reading
         ids, labels = reading.samples[0]
         token = self.reader.model.image_token
         labels = [
@@ -103,8 +106,8 @@ class ImageTokenizing(Tokenizing):
             for word, label in zip(ids, labels, strict=True)
         ]
         leaves = self.reader.row(seen, np.array(ids, np.int32), where)
-        count = len(leaves["pixel_values"])
-        return SeenReading(((ids, labels),), images=images, num_pieces=count)
+        pictures = Pictures(images, len(leaves["pixel_values"]))
+        return replace(reading, samples=((ids, labels),), beside=(pictures,))
 
     def is_cut(self, length: int, where: str) -> bool:
         """See `Tokenizing.is_cut`; samples with images are not cut."""
@@ -120,75 +123,88 @@ class ImageTokenizing(Tokenizing):
     def beside(self, folder: Path) -> Generator[Callable[[Any], None], None, None]:
         """See `Tokenizing.beside`: writes the images."""
         ends, counts = array("q"), array("q")
+        before: tuple[bytes, ...] = ()
         with (folder / IMAGES).open("wb") as file:
 
-            def keep(reading: SeenReading) -> None:
-                for image in reading.images:
-                    file.write(image)
-                    ends.append(file.tell())
-                for _ in reading.samples:
-                    counts.extend((len(reading.images), reading.num_pieces))
+            def keep(reading: Reading) -> None:
+                nonlocal before
+                for pictures in reading.beside:
+                    images = pictures.contents
+                    # Both answers of a pair have the same ones, which are kept once.
+                    if images != before:
+                        for image in images:
+                            file.write(image)
+                            ends.append(file.tell())
+                    first = len(ends) - len(images)
+                    counts.extend((first, len(images), pictures.num_pieces))
+                    before = images
 
             yield keep
         np.save(folder / ENDS, np.array(ends, np.int64))
-        np.save(folder / COUNTS, np.array(counts, np.int64).reshape(-1, 2))
+        np.save(folder / COUNTS, np.array(counts, np.int64).reshape(-1, 3))
 
 
 def most_pieces(folder: Path) -> int:
     """The most tiles or patches that a sample of a folder has."""
-    return int(read_array(folder / COUNTS)[:, 1].max(initial=0))
+    return int(read_array(folder / COUNTS)[:, 2].max(initial=0))
 
 
-class ImageRows(grain.sources.RandomAccessDataSource):
+@dataclass(frozen=True)
+class ImagePairTokenizing(PairTokenizing, ImageTokenizing):
+    """How records with images, `chosen` and `rejected` become two samples each."""
+
+
+@dataclass(frozen=True)
+class ImageRatedTokenizing(RatedTokenizing, ImageTokenizing):
+    """As `ImagePairTokenizing`, with a margin."""
+
+
+class ImageSamples(Samples):
     """Samples with their images, which are read and resized each time.
 
     Args:
-        samples: of `ImageTokenizing`.
+        folder: made by `tokenized`, with an `ImageTokenizing`.
         room: tiles or patches that a row has room for.
+        where: see `Samples`.
 
     Raises:
         ValueError: a sample has more.
     """
 
-    def __init__(self, samples: Samples, model: ImageModel, room: int) -> None:
-        self._samples, self._model, self._room = samples, model, room
+    def __init__(self, folder: Path, model: Model, *, room: int, **where: Any) -> None:
+        super().__init__(folder, **where)
+        assert isinstance(model, ImageModel)
+        self._model, self._room = model, room
         self._reader = ImageReader(model)
-        counts = read_array(samples.folder / COUNTS)
-        firsts = np.concatenate([[0], np.cumsum(counts[:, 0])])
-        self._firsts = firsts[samples.first : samples.first + len(samples) + 1]
-        self._ends = np.concatenate([[0], read_array(samples.folder / ENDS)])
-        pieces = counts[samples.first : samples.first + len(samples), 1]
+        self._counts = read_array(folder / COUNTS)[self.first :][: len(self)]
+        self._image_ends = np.concatenate([[0], read_array(folder / ENDS)])
+        pieces = self._counts[:, 2]
         over = np.flatnonzero(pieces > room)
         if len(over):
             number = int(over[0])
             raise ValueError(
-                f"Sample {samples.first + number + 1} of the files has "
+                f"Sample {self.first + number + 1} of the files has "
                 f"{pieces[number]:,} {model.kind.pieces} of images, and data.images is "
                 f"{room:,}. Raise it, leave it out so that the files decide, or make "
                 "images smaller (the settings of the processor)."
             )
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`input_ids` and `labels`, int32 (length,), and `kind.leaves`."""
-        row, where = self._samples[index], f"sample {index + 1}"
+        where = f"sample {index + 1}"
         seen = self._reader.see(self._images(index), where)
-        ids = self._samples.tokens(index)[0]
-        leaves = self._reader.row(seen, ids, where)
-        return row | self._model.kind.filled(leaves, self._room, self._samples.length)
+        leaves = self._reader.row(seen, self.tokens(index)[0], where)
+        filled = self._model.kind.filled(leaves, self._room, self.length)
+        return super().__getitem__(index) | filled
 
     def _images(self, index: int) -> list[bytes]:
-        first, last = int(self._firsts[index]), int(self._firsts[index + 1])
+        first, count, _ = map(int, self._counts[index])
         found = []
-        with (self._samples.folder / IMAGES).open("rb") as file:
-            file.seek(self._ends[first])
-            for number in range(first, last):
-                size = int(self._ends[number + 1] - self._ends[number])
+        with (self.folder / IMAGES).open("rb") as file:
+            file.seek(self._image_ends[first])
+            for number in range(first, first + count):
+                size = int(self._image_ends[number + 1] - self._image_ends[number])
                 found.append(file.read(size))
                 if len(found[-1]) != size:
-                    raise OSError(
-                        f"{file.name} was cut short. Delete {self._samples.folder}."
-                    )
+                    raise OSError(f"{file.name} was cut short. Delete {self.folder}.")
         return found

@@ -63,6 +63,19 @@ def in_parts(line: Any, where: str) -> tuple[Any, list[Any]]:
     return found, images
 
 
+def sources_of(line: Any) -> list[Any]:
+    """All images that a record names, without regard to their places."""
+    parts = (part for message in messages_of(line) for part in parts_of(message))
+    return [*given_images(line), *(x for p in parts if is_image(p) for x in _own(p))]
+
+
+def _own(part: Mapping[str, Any]) -> list[Any]:
+    """The image that a part of the type image has itself; empty if it has none."""
+    if isinstance(part.get("image_url"), Mapping):
+        return [part["image_url"].get("url")]
+    return [part[key] for key in OWN if part.get(key) is not None]
+
+
 def _plain(message: Any, unplaced: list[Any], images: list[Any], where: str) -> Any:
     """The message in parts; its images are appended to `images`.
 
@@ -79,9 +92,7 @@ def _plain(message: Any, unplaced: list[Any], images: list[Any], where: str) -> 
         if not is_image(part):
             parts.append(part)
             continue
-        own = [part[key] for key in OWN if part.get(key) is not None]
-        if isinstance(part.get("image_url"), Mapping):
-            own = [part["image_url"].get("url")]
+        own = _own(part)
         if not own and not unplaced:
             raise ValueError(
                 f"{where}: the messages have a part of the type image, and no image is "

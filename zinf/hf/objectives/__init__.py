@@ -10,5 +10,7 @@ WITH_IMAGES = "zinf.hf.images.objective"
 
 def objective_of(config: Config) -> Objective:
     """The record of the objective of a config, of `zinf.core.objectives.OBJECTIVES`."""
-    own = f"{__name__}.{config.data.objective}"
-    return import_module(own if config.data.images is None else WITH_IMAGES).OBJECTIVE
+    found = import_module(f"{__name__}.{config.data.objective}").OBJECTIVE
+    if config.data.images is None:
+        return found
+    return import_module(WITH_IMAGES).with_images(found)

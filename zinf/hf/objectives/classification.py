@@ -35,7 +35,7 @@ class ClassTokenizing(Tokenizing):
         assert isinstance(model, HeadModel)
         return super().of(model, classes=model.labels, **settings)
 
-    def read(self, line: Any, where: str) -> Reading:
+    def read(self, line: Any, where: str, folder: Path | None = None) -> Reading:
         """The tokens of the text; the last one has the class as its label.
 
         Raises:
@@ -43,6 +43,7 @@ class ClassTokenizing(Tokenizing):
                 or the text is too long (with too_long error); the message names the
                 line.
         """
+        del folder
         text, label = _fields(line, where)
         ids = self.tokenizer(text).input_ids
         is_long = len(ids) > self.sequence_length

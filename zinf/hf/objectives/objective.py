@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -35,6 +36,12 @@ def causal_model(config: Config) -> Model:
     return model
 
 
+def samples_in(folder: Path, model: Model, config: Config, **where: Any) -> Samples:
+    """Samples of text of a folder."""
+    del model, config
+    return Samples(folder, **where)
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a model is trained to do. The defaults are those of a causal model.
@@ -45,6 +52,8 @@ class Objective:
         batch_spec: `(config, rows, length) -> shapes` of a batch of the longest
             samples.
         rows: `(samples, model, config) -> rows`, of which batches are made.
+        samples: `(folder, model, config, **where) -> samples` of a folder, with the
+            other arguments of `Samples`.
         model: `config -> model`; the same object each time.
         tokenizing: how lines become samples.
         before_training: `(engine, config, samples, say)`, called before the first step:
@@ -65,6 +74,7 @@ class Objective:
     loss: Callable[[Model, Config], Callable]
     batch_spec: Callable[[Config, int, int], Spec]
     rows: Callable[[Samples, Model, Config], grain.sources.RandomAccessDataSource]
+    samples: Callable[..., Samples] = samples_in
     model: Callable[[Config], Model] = causal_model
     tokenizing: type[Tokenizing] = Tokenizing
     before_training: (

@@ -7,9 +7,10 @@ line may have a `margin`, by which the scores should differ at least
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import isfinite
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 
 from zinf.core.config import Config
 from zinf.core.problem.weighted import Weighted
-from zinf.hf.batch import IGNORED
+from zinf.hf.batch import IGNORED, by_sequence
 from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.objectives.objective import Objective, Spec, tokens_spec
@@ -39,13 +40,13 @@ class RatedTokenizing(PairTokenizing):
     # All of a text is scored, so no template has to show where an answer begins.
     finds_answers: ClassVar[bool] = False
 
-    def read(self, line: Any, where: str) -> Reading:
+    def read(self, line: Any, where: str, folder: Path | None = None) -> Reading:
         """The chosen and the rejected sample of a line: both, or none of them.
 
         Raises:
             ValueError: the margin is no finite number, or see `PairTokenizing.read`.
         """
-        reading = super().read(line, where)
+        reading = super().read(line, where, folder)
         margin = line.get("margin")
         margin = 0.0 if margin is None else margin
         is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
@@ -58,7 +59,7 @@ class RatedTokenizing(PairTokenizing):
         samples = (
             (ids, [*[IGNORED] * (len(ids) - 1), bits]) for ids, _ in reading.samples
         )
-        return Reading(tuple(samples), reading.is_cut)
+        return replace(reading, samples=tuple(samples))
 
 
 class Rated(Pairs):
@@ -69,17 +70,16 @@ class Rated(Pairs):
     """
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """`input_ids` and `attention_mask`, int32 (2, length), and numbers.
+        """As `Pairs`, but for labels; `attention_mask`, int32 (2, length); and numbers.
 
         Those are `margins`, float32, and `labels`, int32: 0, the side that is chosen.
         """
+        row = super().__getitem__(index)
         numbers = [len(SIDES) * index + side for side in range(len(SIDES))]
-        ids = np.stack([self.samples[number]["input_ids"] for number in numbers])
         lengths = np.array([[self.samples.num_tokens(number)] for number in numbers])
-        mask = np.arange(ids.shape[1]) < lengths
+        mask = np.arange(row["input_ids"].shape[1]) < lengths
         _, labels = self.samples.tokens(numbers[0])
-        return {
-            "input_ids": ids,
+        return row | {
             "attention_mask": mask.astype(np.int32),
             "margins": labels[-1:].view(np.float32)[0],
             "labels": np.zeros((), np.int32),
@@ -90,7 +90,7 @@ def scores(
     model: Model, params: Params, batch: Batch, *key: jax.Array, train: bool = False
 ) -> jax.Array:
     """The score of each answer, float32 (pairs, 2)."""
-    flat = {n: batch[n].reshape(-1, batch[n].shape[-1]) for n in TEXTS}
+    flat = by_sequence(batch, (*TEXTS, *model.image_leaves))
     found = model.logits(params, flat, *key, train=train)
     return found.astype(jnp.float32).reshape(-1, len(SIDES))
 

@@ -1,0 +1,231 @@
+"""Preferences about images: losses and scores of torch, and rows of the files."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.command import run
+from tests.unit.hf.models import metrics_of, off, params_of, write
+
+pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
+
+from tests.unit.hf.images import (  # isort: skip
+    batch_of,
+    config_of,
+    in_torch,
+    make,
+    model_folder,
+    picture,
+    processor_folder,
+    reloaded,
+)
+from tests.unit.hf.test_preference import (  # isort: skip
+    BETA,
+    GAMMA,
+    REFERENCE,
+    dpo,
+    ipo,
+    orpo,
+    simpo,
+    torch_log_probabilities,
+)
+
+import jax  # isort: skip
+import torch  # isort: skip
+import transformers  # isort: skip
+
+from zinf import hf  # isort: skip
+from zinf.core.config import Config  # isort: skip
+from zinf.hf.images.model import load_head_with_images  # isort: skip
+from zinf.hf.images.sources import opened  # isort: skip
+from zinf.hf.objectives.reward import rated_losses  # isort: skip
+
+
+def pairs(batch):
+    """A batch of four samples as two pairs."""
+    return {name: x.reshape(2, 2, *x.shape[1:]) for name, x in batch.items()}
+
+
+def raw_config(folder, objective, **data):
+    settings = {"objective": objective, "beta": BETA, "simpo_gamma": GAMMA}
+    model = {"huggingface": str(folder)}
+    return {"model": model, "data": settings | {"images": 20} | data}
+
+
+class TorchWith(torch.nn.Module):
+    """A model of torch that is called with tokens alone, beside its images."""
+
+    def __init__(self, model, given):
+        super().__init__()
+        self.model, self.given = model, given
+
+    def forward(self, ids, use_cache):
+        return self.model(**self.given | {"input_ids": ids}, use_cache=use_cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("qwen2_vl", dpo), ("idefics3", ipo), ("llava", simpo), ("gemma3", orpo)],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_the_loss_of_pairs_with_images_is_that_of_the_paper(name, expected, tmp_path):
+    torch_model = make(name)
+    torch_model.save_pretrained(tmp_path)
+    task = hf.Task(Config.load(raw_config(tmp_path, expected.__name__)))
+    flat, images = batch_of(task.model, (1, 1, 0, 2))
+    flat["labels"][:, :20] = -100
+    batch = pairs(flat) | {"reference": REFERENCE.numpy()}
+    batch = {n: batch[n] for n in task.batch_spec(2)}
+    task.model.check(batch)
+    seeing = TorchWith(torch_model, in_torch(name, flat, images))
+    sums = torch_log_probabilities(seeing, flat["input_ids"], flat["labels"])
+    num_tokens = torch.tensor((flat["labels"] != -100).sum(-1)).reshape(2, 2)
+    mean = expected(sums.reshape(2, 2), num_tokens).mean()
+    mean.backward()
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def step(params, batch):
+        loss = task.loss(params, batch)
+        return loss.mean, loss.weight
+
+    params = {n: np.array(x) for n, x in params_of(torch_model).items()}
+    (found, counted), gradients = step(params, batch)
+    # Sums of 12 log-probabilities: a few units of rounding of 60.
+    assert abs(float(found) - mean.item()) < 3e-5 and counted == 2
+    theirs = {n: p.grad for n, p in torch_model.named_parameters()}
+    largest = max(float(g.abs().max()) for g in theirs.values() if g is not None)
+    for path, gradient in gradients.items():
+        wanted = theirs[path]
+        wanted = np.zeros_like(gradient) if wanted is None else wanted.numpy()
+        assert np.abs(gradient - wanted).max() < 2e-5 * largest, path
+
+
+def test_scores_of_images_are_those_of_the_classifier_of_transformers(tmp_path):
+    kind = transformers.AutoModelForSequenceClassification
+    torch_model = make("gemma3", kind, num_labels=1, pad_token_id=2)
+    torch_model.save_pretrained(tmp_path)
+    model = load_head_with_images(tmp_path)
+    flat, images = batch_of(model, (1, 1, 0, 2))
+    given = in_torch("gemma3", flat, images)
+    with torch.no_grad():
+        wanted = torch_model(**given, use_cache=False).logits.reshape(2, 2)
+    task = hf.Task(Config.load(raw_config(tmp_path, "reward")))
+    margins = np.array([0.5, 0.0], np.float32)
+    mask = np.ones_like(flat["input_ids"])
+    del flat["labels"]
+    batch = pairs(flat | {"attention_mask": mask}) | {"margins": margins}
+    batch["labels"] = np.zeros(2, np.int32)
+    assert batch.keys() == task.batch_spec(2).keys()
+    params = {n: np.array(x) for n, x in params_of(torch_model).items()}
+    outputs = partial(task.objective.outputs, task.model)
+    scores, loss = jax.jit(lambda p, b: (outputs(p, b), task.loss(p, b).mean))(
+        params, batch
+    )
+    assert off(scores, wanted.numpy()) < 2e-6
+    losses = rated_losses(jax.numpy.asarray(wanted.numpy()), margins, 0.0)
+    assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-6)
+
+
+def preferences(folder):
+    """Pairs with no, one and two images, with a prompt and as whole conversations."""
+    for i in range(3):
+        picture(i).save(folder / f"{i}.png")
+
+    def said(role, content):
+        return {"role": role, "content": content}
+
+    good, bad = said("assistant", "w2"), said("assistant", "w3 w4")
+    parts = [{"type": "image"}, {"type": "text", "text": "w5"}, {"type": "image"}]
+    own = {"type": "image", "path": "2.png"}
+    shown = said("user", [own, {"type": "text", "text": "w6"}])
+    lines = [
+        {"prompt": [said("user", "w1")], "chosen": [good], "rejected": [bad]},
+        {"prompt": [said("user", parts)], "chosen": [good], "rejected": [bad]},
+        {"chosen": [said("user", "w1"), good], "rejected": [said("user", "w1"), bad]},
+        {"chosen": [shown, bad], "rejected": [shown, good]},
+    ]
+    images = [["0.png"], ["1.png", "0.png"], None, None]
+    return write(
+        folder / "pairs.jsonl",
+        [line | {"images": x} for line, x in zip(lines, images, strict=True)],
+    )
+
+
+def test_both_answers_of_a_pair_have_its_images(tmp_path):
+    folder = tmp_path / "model"
+    config_of("llava").save_pretrained(folder)
+    processor_folder("llava", folder)
+    data = preferences(tmp_path)
+    raw = raw_config(
+        folder, "orpo", paths=[str(data)], sequence_length=32, images=2
+    ) | {"run": {"output": str(tmp_path / "run")}}
+    task = hf.Task(Config.load(raw))
+    rows = task.rows()
+    assert len(rows) == 4
+    kind = task.model.kind
+    for i, count in enumerate((1, 2, 0, 1)):
+        row = rows[i]
+        assert [*kind.num_given(row)] == [count] * 2
+        assert np.array_equal(*row["pixel_values"])
+        task.model.check({n: x[None] for n, x in row.items()})
+        answers = [x[x != hf.IGNORED].tolist() for x in row["labels"]]
+        assert sorted(answers) == [[7, 1], [8, 9, 1]]
+    # An image is kept once, though it is in two samples.
+    kept = (task.samples() / "images.bin").stat().st_size
+    sizes = [(tmp_path / f"{i}.png").stat().st_size for i in (0, 1, 0, 2)]
+    assert kept == sum(sizes)
+
+
+def test_the_command_prefers_and_evaluates_answers_about_images(tmp_path):
+    folder, data = model_folder("qwen2_vl", tmp_path / "model"), preferences(tmp_path)
+    output = tmp_path / "tuned"
+    run(
+        *("finetune", folder, "--data", data, "--output", output, "--objective", "dpo"),
+        *("--samples", 4, "--steps", 3, "--learning-rate", 1e-2, "--eval-data", data),
+        *("--sequence-length", 64, "--set", "bf16.enabled=false"),
+    )
+    lines = metrics_of(tmp_path / "tuned.run")
+    losses = [x["loss"] for x in lines if "loss" in x]
+    # The model is its own reference before the first step.
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-6)
+    assert losses[-1] < losses[0]
+    (evaluation,) = [x["evaluation_loss"] for x in lines if "evaluation_loss" in x][-1:]
+    wanted = wanted_dpo(reloaded(folder), reloaded(output), folder, data)
+    assert evaluation == pytest.approx(wanted, rel=1e-5)
+    shown = run("evaluate", tmp_path / "tuned.run/finetune.yaml").stdout
+    assert f"loss {evaluation:.6g}," in shown
+
+
+def wanted_dpo(reference, trained, folder, data, beta=0.1):
+    """The mean loss of all pairs, of what `transformers` reads from the rows."""
+    raw = raw_config(folder, "dpo", paths=[str(data)], sequence_length=64, images=200)
+    raw["run"] = {"output": str(data.parent / "again")}
+    task = hf.Task(Config.load(raw))
+    processor = task.objective.tokenizing.of(
+        task.model,
+        sequence_length=64,
+        too_long="error",
+        completion_only=True,
+        assistant_only=False,
+    ).reader.processor
+    samples, losses = task.rows().samples, []
+    for pair in range(len(samples) // 2):
+        gains = []
+        for number in (2 * pair, 2 * pair + 1):
+            ids, labels = (x[None] for x in samples.tokens(number))
+            given = {"input_ids": torch.tensor(ids).long()}
+            images = [opened(x, "") for x in samples._images(number)]
+            if images:
+                given |= processor.image_processor(images, return_tensors="pt")
+                given["mm_token_type_ids"] = (
+                    given["input_ids"] == task.model.image_token
+                ).int()
+            sums = [
+                torch_log_probabilities(TorchWith(model, given), ids, labels).item()
+                for model in (trained, reference)
+            ]
+            gains.append(sums[0] - sums[1])
+        losses.append(np.logaddexp(0, -beta * (gains[0] - gains[1])))
+    return np.mean(losses)
