@@ -17,11 +17,12 @@ import sys
 import time
 from typing import Any
 
-from tests.distributed import beginning, command, member, training
+from tests.distributed import beginning, command, generating, member, training
 
 MAINS = {
     "beginning": beginning.main,
     "command": command.main,
+    "generating": generating.main,
     "member": member.main,
     "training": training.main,
 }

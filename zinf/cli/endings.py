@@ -4,7 +4,7 @@ import os
 import select
 import sys
 from contextlib import suppress
-from typing import Never
+from typing import Any, Never
 
 from zinf.core.text.complaint import complain, tell
 
@@ -43,7 +43,7 @@ def say(text: str) -> None:
         complain(f"{_unwritable(error)} The run goes on without it.")
 
 
-def say_nothing(text: str) -> None: ...
+def say_nothing(text: str, **_: Any) -> None: ...
 
 
 def lost_output() -> int | None:

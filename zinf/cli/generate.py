@@ -15,12 +15,15 @@ import jax
 import numpy as np
 
 from zinf import hf
+from zinf.cli.endings import say_nothing
 from zinf.cli.outputs import JsonLines, check_output, resumed
 from zinf.core.config import Config
 from zinf.core.config.deciding import deciding
 from zinf.core.text.complaint import complain, tell
+from zinf.distributed import AbstractGroup, Alone
 from zinf.inference import ROWS, Drafts, Sampling, bucket
 
+ALONE = Alone()
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
 MICROBATCHES = 8
 
@@ -60,15 +63,17 @@ def print_completion(
     chat: bool | None,
     images: Sequence[Path] = (),
     drafting: Drafting | None = None,
+    group: AbstractGroup = ALONE,
 ) -> None:
     """Prints what a model writes after a prompt, as it is made, and nothing else.
 
     Args:
         images: what the user shows before the prompt.
+        group: the processes that make the text together; the first one prints it.
     """
     seen = None
     if images:
-        _refuse_beside_images(given, chat, drafting)
+        _refuse_beside_images(given, chat, drafting, group)
         model = hf.in_stored_precision(hf.load_with_images(name, base=base))
         seen = hf.image_prompt(model, line["prompt"], images)
     else:
@@ -79,14 +84,19 @@ def print_completion(
         prompt = hf.prompt_tokens(model, line, "--prompt", chat=is_chat)
     else:
         prompt = seen.tokens
-    _say_if_endless(sampling.eos_token_ids, max_new_tokens)
+    say = _say if group.is_first else say_nothing
+    _say_if_endless(sampling.eos_token_ids, max_new_tokens, say)
     length = bucket(len(prompt))
     # A pipe or a file gets the text as it is.
     write = tell if sys.stdout.isatty() else partial(print, flush=True)
+    write = write if group.is_first else say_nothing
     longest = len(prompt) + max_new_tokens
     with (
-        _guessing(drafting, model, given, config, longest, rows=1) as (drafts, left),
-        hf.open_model(model, left, rows=1, length=length) as engine,
+        _guessing(drafting, model, given, config, longest, group, rows=1) as (
+            drafts,
+            left,
+        ),
+        hf.open_model(model, left, rows=1, length=length, group=group) as engine,
     ):
         decoder = None if seen is None else hf.decoder_after(engine, seen)
         (text,) = hf.complete_texts(
@@ -100,14 +110,17 @@ def print_completion(
             decoder=decoder,
             on_text=partial(write, end=""),
         )
-    tell()
+    write("")
     if not text:
         other = "--raw" if is_chat else "--chat"
-        _say(f"The model ended the text at once. Is {other} meant?")
+        say(f"The model ended the text at once. Is {other} meant?")
 
 
 def _refuse_beside_images(
-    given: Mapping[str, Any], chat: bool | None, drafting: Drafting | None
+    given: Mapping[str, Any],
+    chat: bool | None,
+    drafting: Drafting | None,
+    group: AbstractGroup,
 ) -> None:
     """Refuse options that have no meaning with images, or are not there yet."""
     if chat is False:
@@ -119,6 +132,11 @@ def _refuse_beside_images(
         option = "--draft" if drafting is not None else "--prompt-lookup-num-tokens"
         raise NotImplementedError(
             f"{option} is not supported with --image. Leave it out."
+        )
+    if group.count > 1:
+        raise NotImplementedError(
+            "--image is supported in one process, and there are "
+            f"{group.count}. Use one."
         )
 
 
@@ -136,18 +154,24 @@ def write_completions(
     batch_size: int,
     allow_changed: Sequence[str] = (),
     drafting: Drafting | None = None,
+    group: AbstractGroup = ALONE,
 ) -> None:
     """Writes each line of a file of prompts with its `completion` to another file.
 
     Lines that the output has already are left out, so that the command can be given
     again after it was stopped. A line depends on the seed and on its own number.
 
+    Args:
+        group: the processes that make them together; the first one writes.
+
     Raises:
         ValueError: the output has other content, which is left as it is; or its lines
             were made with other settings than now, which `allow_changed` does not name.
         StorageError: another command writes to the output.
     """
-    check_output(output, prompts, "the file of prompts")
+    if group.is_first:
+        check_output(output, prompts, "the file of prompts")
+    say = _say if group.is_first else say_nothing
     model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
     is_chat = _is_chat(model, chat)
@@ -168,16 +192,19 @@ def write_completions(
     }
     read = [line for line, _ in lines]
     form = JsonLines(read, [("completion",)] * len(read), "completion")
-    with resumed(output, form, settings, allow_changed, _say) as begun:
+    with resumed(output, form, settings, allow_changed, say, group) as begun:
         if begun.done == len(lines):
             return
-        _say_if_endless(sampling.eos_token_ids, max_new_tokens)
+        _say_if_endless(sampling.eos_token_ids, max_new_tokens, say)
         longest = max(len(tokens) for _, tokens in lines[begun.done :])
         rows = {"rows": ROWS, "count": min(batch_size, len(lines) - begun.done)}
-        most = longest + max_new_tokens
+        most, length = longest + max_new_tokens, bucket(longest)
         with (
-            _guessing(drafting, model, given, config, most, **rows) as (drafts, left),
-            hf.open_model(model, left, rows=ROWS, length=bucket(longest)) as engine,
+            _guessing(drafting, model, given, config, most, group, **rows) as (
+                drafts,
+                left,
+            ),
+            hf.open_model(model, left, rows=ROWS, length=length, group=group) as engine,
             begun.appending() as append,
         ):
             _complete(
@@ -200,6 +227,7 @@ def _guessing(
     given: Mapping[str, Any],
     config: Config,
     longest: int,
+    group: AbstractGroup,
     **rows: int,
 ) -> Generator[tuple[Drafts | None, Config], None, None]:
     """Guesses of next tokens, if there are any, and what of the budgets is left.
@@ -212,7 +240,7 @@ def _guessing(
         yield hf.lookup_of(model, given), config
         return
     how = {"num_tokens": drafting.num_tokens, "longest": longest, **rows}
-    with hf.drafting(model, drafting.name, config, **how) as found:
+    with hf.drafting(model, drafting.name, config, group=group, **how) as found:
         yield found
 
 
@@ -340,9 +368,11 @@ def _is_chat(model: "hf.Model", asked: bool | None) -> bool:
     return model.tokenizer.chat_template is not None if asked is None else asked
 
 
-def _say_if_endless(ends: Sequence[int], max_new_tokens: int) -> None:
+def _say_if_endless(
+    ends: Sequence[int], max_new_tokens: int, say: Callable[[str], None]
+) -> None:
     if not ends:
-        _say(
+        say(
             "The model has no token that ends a text (eos_token_id): each completion "
             f"has {max_new_tokens:,} tokens."
         )

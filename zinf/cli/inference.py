@@ -16,6 +16,7 @@ from zinf.cli.arguments import (
     WeightBits,
 )
 from zinf.cli.errors import clean_errors
+from zinf.distributed.options import Place, with_place
 
 MaxLength = Annotated[
     int | None,
@@ -26,6 +27,7 @@ MaxLength = Annotated[
 ]
 
 
+@with_place
 def generate(
     model: ModelName,
     prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
@@ -102,11 +104,14 @@ def generate(
     allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
+    *,
+    place: Place,
 ) -> None:
     """Complete a prompt, or each line of a file, with a model that need not fit.
 
     The completion alone is written to the standard output, as it is made. What is not
-    set here is as the model's generation_config.json says.
+    set here is as the model's generation_config.json says. Of several processes, which
+    all read the same prompts, the first writes.
     """
     from zinf.cli.generate import (
         Drafting,
@@ -114,6 +119,7 @@ def generate(
         print_completion,
         write_completions,
     )
+    from zinf.cli.group import joined
 
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("Give one of --prompt and --prompts.")
@@ -135,7 +141,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
     }
-    with clean_errors(traceback):
+    with joined(place, traceback) as group:
         config = budgets(overrides or (), nvme, weight_bits)
         if prompt is not None:
             print_completion(
@@ -149,6 +155,7 @@ def generate(
                 chat=chat,
                 images=image or (),
                 drafting=drafting,
+                group=group,
             )
         elif prompts is not None and output is not None:
             write_completions(
@@ -164,6 +171,7 @@ def generate(
                 batch_size=batch_size,
                 allow_changed=allow_changed or (),
                 drafting=drafting,
+                group=group,
             )
 
 

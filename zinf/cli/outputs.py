@@ -17,8 +17,11 @@ from zinf.cli.changes import Changed, check_changed, told
 from zinf.core.memory.lock_file import lock_beside, locked
 from zinf.core.text.complaint import naming
 from zinf.core.text.json_text import from_json
+from zinf.distributed import AbstractGroup, Alone
 
+ALONE = Alone()
 SETTINGS = ".settings.json"
+DONE = "lines that are done"
 # How files of NumPy's format begin, and the bytes of their headers here.
 MAGIC, HEADER_BYTES = np.lib.format.magic(1, 0), 128
 
@@ -203,6 +206,7 @@ class Resumed:
         done: how many answers it has.
         num_bytes: of them.
         changed: settings that are others than those of before; None: unknown.
+        is_written: whether this process writes it.
     """
 
     output: Path
@@ -211,10 +215,14 @@ class Resumed:
     done: int
     num_bytes: int
     changed: Changed | None
+    is_written: bool = True
 
     @contextmanager
     def appending(self) -> Iterator[Callable[[Sequence[Mapping[str, Any]]], None]]:
         """A function that writes the next answers; they are on the drive on return."""
+        if not self.is_written:
+            yield lambda answers: None
+            return
         number = self.done
         with naming(self.output), self.output.open("ab") as stream:
             record_settings(self.output, self.settings, self.changed, self.done)
@@ -238,6 +246,7 @@ def resumed(
     settings: Mapping[str, Any],
     allowed: Sequence[str],
     say: Callable[[str], None],
+    group: AbstractGroup = ALONE,
 ) -> Iterator[Resumed]:
     """What an output has already; in the `with` block no other command writes to it.
 
@@ -245,12 +254,17 @@ def resumed(
         settings: what the answers depend on.
         allowed: settings that may be others than before.
         say: told of what is there.
+        group: the processes of the command, of which the first one writes.
 
     Raises:
         ValueError: the output has other content, which is left as it is; or its answers
             were made with other settings than now, which `allowed` does not name.
         StorageError: another command writes to the output.
     """
+    if not group.is_first:
+        done = group.broadcast(DONE, None)
+        yield Resumed(output, form, settings, done, 0, {}, is_written=False)
+        return
     # The same file has one lock by all its names.
     beside = {output: lock_beside(output.resolve())}
     with locked(beside, change="name another --output"):
@@ -264,6 +278,7 @@ def resumed(
                 say(f"What they were made with is not recorded beside {output}.")
             if changed:
                 say(f"The rest is made with other settings: {told(changed)}.")
+        group.broadcast(DONE, done)
         yield Resumed(output, form, settings, done, num_bytes, changed)
 
 

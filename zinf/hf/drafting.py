@@ -1,7 +1,7 @@
 """A small model that guesses what a large one writes; see `zinf.inference.Drafts`.
 
-The two are engines of one process, and the budgets hold for both together: the small
-one is placed first, and the large one gets what it leaves.
+The two are engines of the same processes, and the budgets hold for both together: the
+small one is placed first, and the large one gets what it leaves.
 """
 
 from collections.abc import Generator, Sequence
@@ -12,11 +12,13 @@ import numpy as np
 
 from zinf.core.config import Config
 from zinf.core.machine.devices import on_devices
+from zinf.distributed import AbstractGroup, Alone
 from zinf.hf.engine import ModelEngine, open_model
 from zinf.hf.frozen import place
 from zinf.hf.model import Model, load_as_stored
 from zinf.inference import ROWS, Drafts
 
+ALONE = Alone()
 NUM_TOKENS = 4
 
 
@@ -30,6 +32,7 @@ def drafting(
     longest: int,
     rows: int = ROWS,
     count: int = 1,
+    group: AbstractGroup = ALONE,
 ) -> Generator[tuple[Drafts, Config], None, None]:
     """Guesses of a small model, and what of the budgets it leaves for the large one.
 
@@ -38,6 +41,7 @@ def drafting(
         num_tokens: guesses of a pass.
         longest: the most tokens of a text, with its prompt.
         rows, count: sequences of a microbatch, and the most that are written together.
+        group: the processes that run both models together.
 
     Raises:
         ValueError: the two have different vocabularies.
@@ -61,11 +65,12 @@ def drafting(
         fresh = Config.load({})
         where = "weight_quantization", "zero_optimization", "execution"
         own = own.model_copy(update={name: getattr(fresh, name) for name in where})
-        engine = open_model(small, own, rows=rows, length=most)
+        engine = open_model(small, own, rows=rows, length=most, group=group)
         _guess(engine, [np.zeros(most, np.int32)] * count, num_tokens, rows, count)
         return engine
 
-    frozen = place(f"the draft {name}", config, mesh, run, number=1)
+    rest = {"number": 1, "group": group}
+    frozen = place(f"the draft {name}", config, mesh, run, **rest)
     try:
 
         def guess(numbers: Sequence[int], texts: Sequence[np.ndarray]) -> list[Any]:

@@ -26,6 +26,8 @@ from zinf.core.engine.tempered import tempered
 from zinf.core.interchange.names import listed
 from zinf.core.interchange.place import fill
 from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.machine.devices import on_devices
+from zinf.core.sharding.rule import rows_of_process
 from zinf.core.step.planner import Planner
 from zinf.core.topology import Topology
 from zinf.distributed import AbstractGroup
@@ -138,7 +140,12 @@ class ModelEngine(Engine):
 
 
 def open_model(
-    model: Model, config: ConfigSource = None, *, rows: int, length: int
+    model: Model,
+    config: ConfigSource = None,
+    *,
+    rows: int,
+    length: int,
+    group: AbstractGroup | None = None,
 ) -> ModelEngine:
     """An engine that runs a model and trains nothing, with the weights of its files.
 
@@ -149,8 +156,9 @@ def open_model(
         config: budgets, folders and tiers; what it says of training has no effect.
             With a `weight_quantization` section, weights of linear layers are encoded
             in 8 or 4 bits as they are read, and rest and move so.
-        rows, length: shape of the largest batch, for which room is left beside the
-            weights.
+        rows, length: shape of the largest batch of all processes, for which room is
+            left beside the weights.
+        group: the processes that run it together; None: this one alone.
 
     Raises:
         InfeasibleError: the budgets have no room for the weights.
@@ -159,7 +167,8 @@ def open_model(
     model = model.as_adapted()
     check_class(model)
     model.read_buffers()
-    run = running(model, config, rows=rows, length=length)
+    _, mesh = on_devices(config)
+    run = running(model, config, rows=rows_of_process(mesh, rows), length=length)
     engine = engine_of(
         run.model,
         run.adapted,
@@ -167,6 +176,8 @@ def open_model(
         run.config,
         loss=run.model.running_loss,
         batch=run.batch,
+        mesh=mesh,
+        group=group,
     )
     engine._programs.execution = run.execution
     return engine

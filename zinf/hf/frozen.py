@@ -1,13 +1,15 @@
 """Frozen models beside the one in training: the reference, and reward models.
 
-All are engines of one process, and the budgets hold for all together: frozen models are
-placed first, one after the other, and the model in training gets what they leave.
+All are engines of the same processes, and the budgets hold for all together: frozen
+models are placed first, one after the other, and the model in training gets what they
+leave.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 from jax.sharding import Mesh
 
 from zinf.core.config import Config
@@ -17,9 +19,10 @@ from zinf.core.memory import BudgetExceeded
 from zinf.core.plan import InfeasibleError, Shortage, show_bytes
 from zinf.core.program import Tier
 from zinf.core.topology import Topology
-from zinf.distributed import Alone
+from zinf.distributed import AbstractGroup, Alone
 from zinf.hf.engine import ModelEngine
 
+ALONE = Alone()
 # Of what is left of the budgets of device and host, the most that a frozen model may
 # hold; training needs several times the bytes of the weights.
 SHARE = 4
@@ -87,6 +90,7 @@ def place(
     *,
     number: int,
     output_bytes: int = 0,
+    group: AbstractGroup = ALONE,
 ) -> Frozen:
     """A frozen model within its share of what a config has left.
 
@@ -97,29 +101,38 @@ def place(
         number: of the models that are placed beside each other, from 1.
         output_bytes: of what a batch gives. On the host it may lie beside all else that
             a pass holds or not: threads free values in no fixed order.
+        group: the processes that run the model together.
 
     Raises:
         InfeasibleError: it does not fit its share.
     """
-    own, budgets = share(config, mesh, number=number)
+    own, budgets = share(config, mesh, number=number, group=group)
     with within_share(title):
         engine = run(own)
     peaks = engine.plan.peak_bytes
-    held = {t: max(peaks[t], engine.stores.peak_bytes(t)) for t in Tier}
+    peaks = [max(peaks[t], engine.stores.peak_bytes(t)) for t in Tier]
+    # All plan what is placed next with the same budgets.
+    most = np.max(group.gather("bytes of a frozen model", peaks), axis=0)
+    held = dict(zip(Tier, map(int, most), strict=True))
     held[Tier.HOST] += output_bytes
     return Frozen(title, engine.model.name, held, budgets, engine)
 
 
 def share(
-    config: Config, mesh: Mesh, machine: Topology | None = None, *, number: int
+    config: Config,
+    mesh: Mesh,
+    machine: Topology | None = None,
+    *,
+    number: int,
+    group: AbstractGroup = ALONE,
 ) -> tuple[Config, dict[Tier, int]]:
     """The config of a frozen model, within its share, and the budgets that are left.
 
     Args:
         machine: of the mesh, if nothing is run.
-        number: see `place`.
+        number, group: see `place`.
     """
-    budgets = Resources(config, mesh, Alone(), machine).capacity
+    budgets = Resources(config, mesh, group, machine).capacity
     most = {
         tier: n if tier is Tier.NVME else max(1, n // SHARE)
         for tier, n in budgets.items()

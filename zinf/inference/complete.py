@@ -1,5 +1,6 @@
 """Completes prompts of any lengths: groups them, plans each shape, runs the groups."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -7,10 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from xxhash import xxh3_128
 
 from zinf.core.jaxpr.keys import is_key, to_words
 from zinf.core.memory import Stores
 from zinf.core.step.run.runner import AbstractRunner
+from zinf.distributed import AbstractGroup
 from zinf.inference.choose import make_generation
 from zinf.inference.drafts import Drafts
 from zinf.inference.generation import AbstractGeneration, Job, Kept
@@ -74,11 +77,13 @@ def complete(
     """
     tokens = as_tokens(prompts)
     check_lengths(tokens, asked.max_new_tokens, planner.decoder.max_length)
+    words = _words(keys, planner.key, len(tokens))
+    group = planner.planner.group
+    how = asked.max_new_tokens, asked.rows, asked.batch_size
+    _agree(group, "the prompts of engine.generate", *tokens, *words, how)
     requests = [
-        Request(number, one, words)
-        for number, (one, words) in enumerate(
-            zip(tokens, _words(keys, planner.key, len(tokens)), strict=True)
-        )
+        Request(number, one, own)
+        for number, (one, own) in enumerate(zip(tokens, words, strict=True))
     ]
     found = {request.number: Written() for request in requests}
     while requests:
@@ -93,7 +98,20 @@ def complete(
             if request.number in open_numbers
             and len(found[request.number].tokens) < asked.max_new_tokens
         ]
-    return [found[number] for number in range(len(tokens))]
+    texts = [found[number] for number in range(len(tokens))]
+    # They may differ if `on_token` ends a text on some of the processes.
+    _agree(group, "the texts of engine.generate", *[text.tokens for text in texts])
+    return texts
+
+
+def _agree(group: AbstractGroup, name: str, *values: Any) -> None:
+    """End all processes, with an error, unless all have the same numbers.
+
+    Else one would wait for others in vain.
+    """
+    if group.count > 1:
+        listed = json.dumps([np.asarray(x).tolist() for x in values])
+        group.agree({name: xxh3_128(listed.encode()).hexdigest()})
 
 
 def _written(

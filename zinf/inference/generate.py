@@ -3,6 +3,9 @@
 Sequences have rows of microbatches. One that ends leaves its row, and a waiting one
 joins there, beside those that run (Orca, OSDI 2022, section 3.1). A prompt that several
 sequences have is read in one row, and its cache is copied to the rows of the others.
+
+Several processes all have the same sequences and decide alike; each gives the rows of
+its own devices to a program, and gets the tokens of all.
 """
 
 from collections import deque
@@ -14,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.core.memory import Stores, to_devices, to_host
+from zinf.core.memory import Stores, gathered, to_devices, to_shares
 from zinf.core.plan import cache
 from zinf.core.program import ArraySpec, Tier
+from zinf.core.sharding import Layout
 from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.forward import Forward
 from zinf.core.step.run.passes import Passes
@@ -102,6 +106,7 @@ class _Run:
     ):
         self.planner, self.planned, self.job = planner, planned, job
         self.stores, self.texts = job.stores, job.texts(requests)
+        self.group = planner.planner.group
         self.homes = planned.decode.cache_homes
         self.caches = set(planned.decode.segmented.program.caches)
         # Leaves of the cache that no segment can overwrite, by microbatch and name.
@@ -119,9 +124,10 @@ class _Run:
         """Allocate the caches, filled with zeros, before the first prefill."""
         for m, passed in enumerate(self.passed):
             for name in self.planned.axes:
-                spec = self.spec(name)
-                zeros = np.zeros(spec.shape, jax.numpy.dtype(spec.dtype))
-                if name in self.caches:
+                spec, is_kept = self.spec(name), name in self.caches
+                shape = self.layout(name).share_shape if is_kept else spec.shape
+                zeros = np.zeros(shape, jax.numpy.dtype(spec.dtype))
+                if is_kept:
                     self.keep(name, m, zeros)
                 else:
                     passed[name] = zeros
@@ -133,6 +139,10 @@ class _Run:
 
     def spec(self, name: str) -> ArraySpec:
         return self.planned.decode.segmented.program.values[name]
+
+    def layout(self, name: str) -> Layout:
+        """The layout of a leaf of the cache of a microbatch, where it rests."""
+        return self.planned.decode.layouts.values[name]
 
     def home(self, name: str) -> Any:
         """The store of a leaf of the caches."""
@@ -262,23 +272,27 @@ class _Run:
             self.replace(name, m, content)
 
     def content(self, name: str, m: int) -> np.ndarray:
-        """A copy of a leaf of the cache of a microbatch."""
+        """A copy of a leaf of the cache of a microbatch, whole."""
         if name not in self.caches:
             return np.array(self.passed[m][name])
-        found = self.home(name).read(cache(name, m)).result()
-        return to_host(found)[0] if isinstance(found, jax.Array) else np.array(found)
+        found, layout = self.home(name).read(cache(name, m)).result(), self.layout(name)
+        if isinstance(found, jax.Array):
+            (found,) = to_shares([found], [layout])
+        elif layout.is_whole:
+            found = np.array(found)
+        return gathered(found, layout)
 
     def replace(self, name: str, m: int, content: np.ndarray) -> None:
         if name in self.caches:
-            self.keep(name, m, content)
+            self.keep(name, m, self.layout(name).take_share(content))
         else:
             self.passed[m][name] = content
 
-    def keep(self, name: str, m: int, content: np.ndarray) -> None:
-        """Write a leaf of the caches where it rests."""
-        array, kept = cache(name, m), [content]
+    def keep(self, name: str, m: int, share: np.ndarray) -> None:
+        """Write this process's share of a leaf of the caches where it rests."""
+        array, kept = cache(name, m), [share]
         if self.homes[array] == Tier.DEVICE:
-            kept = to_devices(kept, [self.planned.decode.layouts.of(array)])
+            kept = to_devices(kept, [self.layout(name)])
         self.home(name).write(array, kept[0]).result()
 
     def draw_first(self, logits: Mapping[int, np.ndarray]) -> None:
@@ -298,7 +312,14 @@ class _Run:
             with jax.default_device(first_cpu()):
                 given = logits_BV, sampling.constants(), numbers, words, before
                 results, _ = self.planned.draw(*given)
-            results = {name: np.asarray(x)[:, None] for name, x in results.items()}
+            # Two kinds of processor may round otherwise, and so draw another token.
+            found = {name: np.asarray(x) for name, x in results.items()}
+            told = self.group.broadcast(
+                "first tokens", {name: x.tolist() for name, x in found.items()}
+            )
+            results = {
+                n: np.asarray(told[n], x.dtype)[:, None] for n, x in found.items()
+            }
             results[COUNT] = np.ones(rows, np.int32)
             self.take(enumerate(whole[: len(some)]), results)
 
@@ -399,8 +420,14 @@ class _Program:
         self.passes.free_consts()
 
     def run(self, inputs: Sequence[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
+        """Run it; inputs and outputs are whole arrays, the same on all processes."""
         record, plan = StepRecord(), self.forward.plan
-        outputs = self.passes.run_on(plan, self.work, inputs, (), None, record)
+        layouts = self.forward.layouts.values
+        own = [
+            {name: layouts[name].take_share(x) for name, x in leaves.items()}
+            for leaves in inputs
+        ]
+        outputs = self.passes.run_on(plan, self.work, own, (), None, record)
         if record.interrupted:
             raise KeyboardInterrupt
-        return outputs
+        return [self.passes.wholes(arrays) for arrays in outputs]

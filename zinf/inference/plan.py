@@ -135,8 +135,8 @@ class GenerationPlanner:
         whole_experts: never read those experts alone that tokens chose.
 
     Raises:
-        NotImplementedError: the planner is for several processes, or for devices that
-            divide positions, or the decoder cannot check guesses.
+        NotImplementedError: the planner is for devices that divide positions, or the
+            decoder cannot check guesses.
     """
 
     planner: Planner
@@ -154,11 +154,6 @@ class GenerationPlanner:
     def __post_init__(self) -> None:
         if self.num_guesses:
             self.decoder.check_drafts()
-        count = self.planner.group.count
-        if count > 1:
-            raise NotImplementedError(
-                f"Generation runs in one process, and there are {count}. Use one."
-            )
         parts = self.planner.rule.size(Dim.SEQUENCE)
         if parts > 1:
             raise NotImplementedError(

@@ -38,11 +38,12 @@ PROMPTS = [RNG.integers(0, 97, length) for length in (3, 1, 9, 16)]
 KEYS = jax.random.split(jax.random.key(0), len(PROMPTS))
 
 
-def make_engine(settings=None, **shape):
+def make_engine(settings=None, *, group=None, **shape):
     config = GPTConfig(**{**SHAPE.__dict__, **shape})
     create = lambda: GPT(config, rngs=nnx.Rngs(0))  # noqa: E731
     tx = optax.sgd(1.0)
-    return zinf.nnx.initialize(next_token_loss, create, tx, settings or {}, batch=BATCH)
+    rest = {"batch": BATCH, "group": group}
+    return zinf.nnx.initialize(next_token_loss, create, tx, settings or {}, **rest)
 
 
 def on_nvme(folder):

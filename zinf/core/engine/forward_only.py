@@ -172,7 +172,8 @@ class ForwardOnly(ABC):
         that are completed together, and the cache rests on the fastest tier that has
         room for it. Programs are kept for later calls; the cache is freed at the end.
         The tokens of a sequence depend neither on the other prompts nor, but for
-        rounding, on where arrays rest.
+        rounding, on where arrays rest. If there are several processes, all must call
+        it with the same arguments, and all get all texts.
 
         Args:
             prompts: token ids, a sequence of whole numbers for each prompt.

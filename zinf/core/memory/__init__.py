@@ -8,7 +8,13 @@ from zinf.core.memory.host.store import HostStore
 from zinf.core.memory.ledger import BudgetExceeded, Ledger
 from zinf.core.memory.nvme import NvmeStore
 from zinf.core.memory.residents import Residents
-from zinf.core.memory.shares import gathered, in_device_form, to_devices, to_shares
+from zinf.core.memory.shares import (
+    all_gathered,
+    gathered,
+    in_device_form,
+    to_devices,
+    to_shares,
+)
 from zinf.core.memory.storage_error import StorageError
 from zinf.core.memory.store import AbstractStore
 from zinf.core.memory.stores import Stores, open_stores
@@ -24,6 +30,7 @@ __all__ = [
     "StorageError",
     "Stores",
     "aligned_empty",
+    "all_gathered",
     "close_when_dropped",
     "device_alias",
     "gathered",

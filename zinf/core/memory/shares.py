@@ -4,6 +4,7 @@ arrays on the devices."""
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,19 +94,28 @@ def in_device_form(array: jax.Array, layout: Layout) -> jax.Array:
 
 
 def gathered(share: np.ndarray, layout: Layout) -> np.ndarray:
-    """The whole array from the shares of all processes, without padding.
+    """The whole array from the shares of all processes; see `all_gathered`."""
+    return all_gathered([share], [layout])[0]
 
-    All processes must call it for the same arrays in the same order. The caller must
-    not change the result.
+
+def all_gathered(
+    shares: Sequence[np.ndarray], layouts: Sequence[Layout]
+) -> list[np.ndarray]:
+    """The whole arrays from the shares of all processes, without padding.
+
+    All processes must call it for the same arrays in the same order. The arrays are
+    exchanged by one program. The caller must not change the results.
     """
-    if layout.is_whole:
-        return share
-    if layout.share_shape == layout.padded:
-        return layout.unpadded(share)
-    (array,) = to_devices([share], [layout])
-    everywhere = NamedSharding(layout.share.mesh, jax.sharding.PartitionSpec())
-    whole = _placing(everywhere)(array).addressable_data(0)
-    return layout.unpadded(PAGEABLE.to_host(whole)[0])
+    found = list(shares)
+    cut = [n for n, x in enumerate(layouts) if x.share_shape != x.padded]
+    if cut:
+        own = [shares[n] for n in cut], [layouts[n] for n in cut]
+        everywhere = NamedSharding(own[1][0].share.mesh, jax.sharding.PartitionSpec())
+        wholes = _placing(everywhere)(to_devices(*own))
+        contents = PAGEABLE.to_host(*[x.addressable_data(0) for x in wholes])
+        for number, content in zip(cut, contents, strict=True):
+            found[number] = content
+    return [x.unpadded(whole) for x, whole in zip(layouts, found, strict=True)]
 
 
 def _assembled(
@@ -160,8 +170,10 @@ _dynamic_slice = jax.jit(
 
 
 @cache
-def _placing(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    def identity(array: jax.Array) -> jax.Array:
-        return array
+def _placing(sharding: NamedSharding) -> Callable[[Any], Any]:
+    """A function that gives an array, or several, this sharding."""
+
+    def identity(arrays: Any) -> Any:
+        return arrays
 
     return jax.jit(identity, out_shardings=sharding)

@@ -148,7 +148,7 @@ class Layout:
 
     def unpadded(self, content: np.ndarray) -> np.ndarray:
         """The array without its padding; `content` has the shape `padded`."""
-        return content[tuple(slice(n) for n in self.shape)]
+        return content[(*(slice(n) for n in self.shape), ...)]
 
 
 @lru_cache(maxsize=4096)

@@ -279,6 +279,15 @@ def num_batch_shares(mesh: Mesh) -> int:
     return num_data_parallel(mesh) // len(positions)
 
 
+def rows_of_process(mesh: Mesh, rows: int) -> int:
+    """The rows that this process gives of a batch of at least `rows` rows.
+
+    The batch is the smallest one that the devices divide evenly.
+    """
+    count = num_data_parallel(mesh)
+    return -(-rows // count) * count // num_batch_shares(mesh)
+
+
 def _check_within_processes(
     mesh: Mesh, across: Sequence[str], what: str, instead: str
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.core.memory import Stores, gathered
+from zinf.core.memory import Stores
 from zinf.core.step.forward import Forward
 from zinf.core.step.run.passes import Passes
 from zinf.core.step.run.run import StepRecord
@@ -79,10 +79,5 @@ class ForwardRunner:
 
         If there are several processes, all must call it.
         """
-        program, layouts = self.passes.program, self.passes.layouts
-        trees = []
-        for arrays in shares:
-            pairs = zip(program.outputs, arrays, strict=True)
-            wholes = [gathered(share, layouts.values[name]) for name, share in pairs]
-            trees.append(jax.tree.unflatten(self.passes.segmented.structure, wholes))
-        return trees
+        passes, structure = self.passes, self.passes.segmented.structure
+        return [jax.tree.unflatten(structure, passes.wholes(x)) for x in shares]

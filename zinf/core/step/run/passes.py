@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.core.jaxpr.keys import to_words
-from zinf.core.memory import Stores, to_devices
+from zinf.core.memory import Stores, all_gathered, to_devices
 from zinf.core.plan import Plan, initial_copies, value
 from zinf.core.program import KEY, ArrayId, Program, Role
 from zinf.core.segment import Segment, Segmented, named_leaves
@@ -147,6 +147,14 @@ class Passes:
                 self.stores.host.free(array)
             columns.append([found[name] for name in names])
         return columns
+
+    def wholes(self, outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The whole outputs of a microbatch, of which `outputs` are shares.
+
+        If there are several processes, all must call it.
+        """
+        layouts = [self.layouts.values[name] for name in self.program.outputs]
+        return all_gathered(outputs, layouts)
 
     def stacked(self, outputs: Sequence[Sequence[np.ndarray]]) -> Any:
         """The outputs of all microbatches in the function's own pytree.

@@ -1,0 +1,54 @@
+"""Several real processes write what one process with as many devices writes."""
+
+import pytest
+
+from tests.distributed.generating import CASES, texts
+from tests.distributed.processes import Ended, free_port, run_all
+from tests.unit.hf.models import model_folder, write
+
+pytestmark = pytest.mark.slow
+DEVICES = 4
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_tokens_and_scores_are_those_of_one_process(count, tmp_path):
+    at = f"127.0.0.1:{free_port()}"
+    rest = str(count), str(DEVICES // count), str(tmp_path)
+    ended = run_all("generating", [[at, str(i), *rest] for i in range(count)])
+    for process in ended:
+        assert process.code == 0, process.output
+    lines = [[x for x in p.output.splitlines() if x[:2] == "[["] for p in ended]
+    for number in range(len(CASES)):
+        wanted = texts(number, tmp_path / "one")
+        assert [found[number] for found in lines] == [wanted] * count
+
+
+def generate(folder, *more, count) -> list[Ended]:
+    """`zinf generate` in so many processes, of two devices each."""
+    at, lines = f"--coordinator=127.0.0.1:{free_port()}", []
+    for index in range(count):
+        line = ["nothing", 0, "generate", folder, *more]
+        if count > 1:
+            line += [at, f"--num-processes={count}", f"--process-id={index}"]
+        lines.append([str(part) for part in line])
+    return run_all("command", lines)
+
+
+def test_the_command_writes_what_one_process_does_and_goes_on(tmp_path):
+    folder = model_folder(tmp_path)
+    prompts = [{"prompt": f"w{i} w{2 * i + 3}" * (1 + i % 3)} for i in range(11)]
+    given = ["--prompts", write(tmp_path / "prompts.jsonl", prompts)]
+    given += ["--max-new-tokens", 8, "--temperature", 0.8, "--batch-size", 4]
+    written = []
+    for count in (1, 2):
+        output = tmp_path / f"{count}.jsonl"
+        if count > 1:
+            # As if a command was stopped.
+            output.write_text("".join(written[0].splitlines(keepends=True)[:5]))
+        ended = generate(folder, *given, "--output", output, count=count)
+        for process in ended:
+            assert process.code == 0, process.output
+        written.append(output.read_text())
+    assert "has 5 of 11 lines already" in ended[0].output
+    assert not ended[1].output
+    assert written[1] == written[0] and len(set(written[0].splitlines())) > 5
