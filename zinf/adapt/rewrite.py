@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax import lax
 
@@ -29,9 +30,11 @@ from zinf.adapt.weight import (
     scaled,
     step,
 )
+from zinf.core.jaxpr.chosen import CHOSEN_EXPERTS, NUM_OPERANDS
 from zinf.core.jaxpr.dims import union, viewed
 from zinf.core.jaxpr.primitives import CASTS
 from zinf.core.jaxpr.walk import Evaluator, apply, with_dtype
+from zinf.moe.chosen import sum_of_chosen
 
 
 class Rewriter(Evaluator):
@@ -64,6 +67,8 @@ class Rewriter(Evaluator):
 
     def visit(self, equation: Any, values: list[Any]) -> list[Any]:
         name, result = equation.primitive.name, None
+        if name == CHOSEN_EXPERTS:
+            return [self.experts(equation, values)]
         if isinstance(values[0], Weight):
             result = view(equation, values)
         if name == "dot_general" and sum(isinstance(x, Weight) for x in values) == 1:
@@ -134,6 +139,25 @@ class Rewriter(Evaluator):
         )
         change = lax.ragged_dot_general(thin, fit.second, values[2], numbers, **same)
         return forward + scaled(change, weight.target.scale).astype(forward.dtype)
+
+    def experts(self, equation: Any, values: list[Any]) -> Any:
+        """Experts whose stored rows are decoded one by one, if they have no adapter.
+
+        So a program can read the stored rows of those experts alone that are chosen.
+        """
+        params, first = equation.params, values[:NUM_OPERANDS]
+        function = jax.extend.core.jaxpr_as_fun(params["expert"])
+
+        def in_rows(value: Any) -> Any:
+            has_adapter = isinstance(value, Weight) and value.target.r
+            return self.as_array(value) if has_adapter else self.as_rows(value)
+
+        def decoded(own: Sequence[Any], rows: jax.Array) -> jax.Array:
+            return function(*map(self.as_array, own), rows)[0]
+
+        choice, x, gate = map(with_dtype, first)
+        weights = [in_rows(value) for value in values[NUM_OPERANDS:]]
+        return sum_of_chosen(decoded, params["block"], weights, x, choice, gate)
 
     def dropped(self, x: Any, weight: Weight) -> Any:
         """An adapter's input with some entries zero, others larger.

@@ -6,7 +6,7 @@ an engine puts them. No weight is needed.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from zinf.core.plan import FetchChosen, InfeasibleError, Link, Plan, show_bytes
 from zinf.core.program import Role, Tier
@@ -177,6 +177,11 @@ def forecasts(
     modes: dict[Shape, tuple[FusedPrograms | None, str]] = {}
     pace = pace or Pace()
 
+    def plan_whole(shape: Shape, other: GenerationPlanner) -> Generation:
+        if shape not in whole:
+            whole[shape] = other.plan(shape)
+        return whole[shape]
+
     def forecast(batch_size: int) -> Forecast | Unfit:
         # As `zinf generate`: a single prompt is a row, and lines of a file are ROWS.
         rows = planner.whole_rows(1 if batch_size == 1 else ROWS)
@@ -188,12 +193,9 @@ def forecasts(
             if isinstance(found, InfeasibleError):
                 return Unfit(batch_size, found)
             count = -(-batch_size // rows)
-            if (suited := planner.suited(found, count)) is not None:
-                if shape not in whole:
-                    whole[shape] = suited.plan(shape)
-                found = whole[shape]
             if count > 1:
                 found = planner.repeated(found, count)
+            found = planner.suited(found, partial(plan_whole, shape))
             if shape not in modes:
                 modes[shape] = fused_or_not(planner, shape)
             return Forecast(batch_size, found, *modes[shape], pace)

@@ -69,11 +69,15 @@ class StreamedGeneration(AbstractGeneration):
         most = len(requests) if job.batch_size is None else job.batch_size
         count = min(len(requests), most)
         wanted = -(-count // self.shape.rows)
-        planner, one = self.planner, self.one
-        if (suited := planner.suited(one, wanted)) is not None:
-            make = partial(suited.plan, self.shape)
-            planner, one = suited, kept((self.shape, "whole experts"), make)
-        planned = kept((self.shape, wanted), partial(planner.most, one, wanted))
+        planner, shape = self.planner, self.shape
+
+        def whole(other: GenerationPlanner) -> Generation:
+            return kept((shape, "whole experts"), partial(other.plan, shape))
+
+        def make() -> Generation:
+            return planner.suited(planner.most(self.one, wanted), whole)
+
+        planned = kept((shape, wanted), make)
         count = min(count, self.shape.rows * planned.num_microbatches)
         run = _Run(planner, planned, requests, count, job)
         job.current.leave()
@@ -412,8 +416,8 @@ class _Program:
         )
 
     def __enter__(self) -> "_Program":
-        self.work = self.passes.work()
         self.passes.put_consts()
+        self.work = self.passes.work()
         return self
 
     def __exit__(self, *_: object) -> None:

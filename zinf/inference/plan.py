@@ -10,7 +10,7 @@ ZeRO-Inference, arXiv:2207.00032, section 6).
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from zinf.core.segment import Function, named_leaves
 from zinf.core.sharding import Dim
 from zinf.core.step.arrays import array_specs
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
+from zinf.core.step.on_demand import LEAST_SLOTS, NO_SLOTS
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
 from zinf.inference.decoder import Decoder, checked_all, checked_apply
@@ -132,7 +133,8 @@ class GenerationPlanner:
         scores: what is told of drawn tokens; None for nothing.
         num_guesses: guesses of each sequence that a decode checks. See `Drafts`.
         guess_on_device: see `Drafts.on_device`; only fused programs use it.
-        whole_experts: never read those experts alone that tokens chose.
+        slot_bytes: bytes of the device for experts that are read on demand, if the
+            config does not say; 0: all experts of a layer are read for each pass.
 
     Raises:
         NotImplementedError: the planner is for devices that divide positions, or the
@@ -149,7 +151,7 @@ class GenerationPlanner:
     scores: Scores | None = None
     num_guesses: int = 0
     guess_on_device: GuessOnDevice | None = None
-    whole_experts: bool = False
+    slot_bytes: int = LEAST_SLOTS
 
     def __post_init__(self) -> None:
         if self.num_guesses:
@@ -232,17 +234,44 @@ class GenerationPlanner:
             tiers = self._tiers_from(decode)
 
     def suited(
-        self, made: Generation, num_microbatches: int
-    ) -> "GenerationPlanner | None":
-        """What plans programs for so many microbatches, if they are not to be `made`.
+        self, made: Generation, whole: Callable[[Self], Generation]
+    ) -> Generation:
+        """The programs with slots for experts in all the room that they leave.
 
         The tokens of many sequences choose about all experts, which are then better
         read ahead. The tokens of each are the same, to the bit.
+
+        Args:
+            made: has the fewest slots.
+            whole: plans one microbatch whose programs read all experts.
         """
+        count, programs = made.num_microbatches, (made.prefill, made.decode)
+        if not any(each.segmented.program.chosen for each in programs):
+            return made
+        made = self._with_room(made)
+        if all(x.is_worthwhile(count) for x in (made.prefill, made.decode)):
+            return made
+        planner = replace(self, slot_bytes=NO_SLOTS)
+        try:
+            return planner.repeated(whole(planner), count)
+        except InfeasibleError:
+            return made
+
+    def _with_room(self, made: Generation) -> Generation:
+        """The programs with more slots for experts; caches stay where they are."""
         programs = made.prefill, made.decode
-        if all(each.is_worthwhile(num_microbatches) for each in programs):
-            return None
-        return replace(self, whole_experts=True)
+        programs = [each for each in programs if each.segmented.program.chosen]
+        slots = max(each.segmented.program.slot_bytes for each in programs)
+        room = min(each.room_bytes for each in programs)
+        if self.planner.config.expert_bytes is not None or room <= 0:
+            return made
+        planner = replace(self, slot_bytes=slots + room)
+        try:
+            found = planner.repeated(planner.plan(made.shape), made.num_microbatches)
+        except InfeasibleError:
+            return made
+        is_same = found.decode.cache_homes == made.decode.cache_homes
+        return found if is_same else made
 
     def prefix(self, made: Generation, num_microbatches: int) -> Forward:
         """The prefill of the first microbatches, while the caches of all rest."""
@@ -306,7 +335,7 @@ class GenerationPlanner:
             batch,
             self.at_rest,
             caches=Cached(outputs, tuple(tiers)),
-            whole_experts=self.whole_experts,
+            slot_bytes=self.slot_bytes,
         )
 
     def _read(self, *arguments: Any, axes: Any, length: int) -> tuple[Any, Any]:

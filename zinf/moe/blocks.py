@@ -102,3 +102,61 @@ def sum_of_blocks(
 
     zeros = jnp.zeros(x.shape, jnp.float32)
     return jax.lax.fori_loop(0, total, body, zeros)
+
+
+def gradients_of_blocks(
+    function: Callable[[Any, jax.Array, jax.Array], jax.Array],
+    weights: Any,
+    num_experts: int,
+    block: int,
+    x: jax.Array,
+    choice: jax.Array,
+    gate: jax.Array,
+    gradient_TD: jax.Array,
+) -> tuple[Any, jax.Array, jax.Array]:
+    """The gradients of `sum_of_blocks`: of `weights`, of x and of gate.
+
+    Each block is computed again.
+
+    Args:
+        function: `(row of weights, expert, rows) -> rows`.
+        weights: a pytree of the arrays (E, ...) that get a gradient.
+        gradient_TD: the gradient of the sum.
+    """
+    routes_P, owners, total = blocks_of(choice, num_experts, block)
+    k = choice.shape[1]
+
+    def body(i: jax.Array, sums: tuple) -> tuple:
+        weights_sum, x_sum, gate_N = sums
+        routes = jax.lax.dynamic_slice_in_dim(routes_P, i * block, block)
+        one, rows = row_of(weights, owners[i]), rows_at(x, routes // k)
+
+        def gated(weights: Any, rows: jax.Array, gates: jax.Array) -> jax.Array:
+            result = function(weights, owners[i], rows).astype(jnp.float32)
+            return result * gates[:, None].astype(jnp.float32)
+
+        _, vjp = jax.vjp(gated, one, rows, rows_at(gate.reshape(-1), routes))
+        gradient = rows_at(gradient_TD, routes // k)
+        of_weights, of_rows, of_gates = vjp(gradient)
+        weights_sum = jax.tree.map(
+            lambda s, g: s.at[owners[i]].add(g.astype(s.dtype)), weights_sum, of_weights
+        )
+        x_sum = x_sum.at[routes // k].add(of_rows.astype(jnp.float32), mode="drop")
+        gate_N = gate_N.at[routes].set(of_gates.astype(jnp.float32), mode="drop")
+        return weights_sum, x_sum, gate_N
+
+    def zeros(array: jax.Array) -> jax.Array:
+        return jnp.zeros(array.shape, jnp.float32)
+
+    start = jax.tree.map(zeros, weights), zeros(x), zeros(gate.reshape(-1))
+    weights_sum, x_sum, gate_N = jax.lax.fori_loop(0, total, body, start)
+    of_weights = jax.tree.map(lambda s, w: s.astype(w.dtype), weights_sum, weights)
+    of_gate = gate_N.reshape(gate.shape).astype(gate.dtype)
+    return of_weights, x_sum.astype(x.dtype), of_gate
+
+
+def row_of(weights: Any, number: jax.Array) -> Any:
+    """One row of each array of a pytree."""
+    return jax.tree.map(
+        lambda w: jax.lax.dynamic_index_in_dim(w, number, 0, keepdims=False), weights
+    )

@@ -4,15 +4,20 @@ The equation computes what `in_blocks` does, in the same order. Its weights may 
 of all experts, or lie in slots that hold only some of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 
-from zinf.core.jaxpr.chosen import CHOSEN_EXPERTS
+from zinf.core.jaxpr.chosen import CHOSEN_EXPERTS, NUM_OPERANDS
 from zinf.core.jaxpr.compat import new_operation
-from zinf.moe.blocks import ExpertFunction, sum_of_blocks
+from zinf.moe.blocks import (
+    ExpertFunction,
+    gradients_of_blocks,
+    row_of,
+    sum_of_blocks,
+)
 
 
 def sum_of_chosen(
@@ -60,18 +65,8 @@ def _compute(
         expert: `(weights of one, rows) -> rows`, as a jaxpr.
         in_slots: for each weight, whether its leading dim is a slot, not an expert.
     """
-    weights, slot_E = list(arrays), None
-    if any(in_slots):
-        slot_E = weights.pop(0)
+    weights_of = _weights_of(arrays, in_slots)
     function = jax.extend.core.jaxpr_as_fun(expert)
-
-    def weights_of(number: jax.Array) -> list[jax.Array]:
-        slot = number if slot_E is None else slot_E[number]
-        places = [slot if is_in_slot else number for is_in_slot in in_slots]
-        return [
-            jax.lax.dynamic_index_in_dim(w, place, 0, keepdims=False)
-            for w, place in zip(weights, places, strict=True)
-        ]
 
     def rows_of(own: Sequence[Any], rows: jax.Array) -> jax.Array:
         return function(*own, rows)[0]
@@ -79,9 +74,58 @@ def _compute(
     return sum_of_blocks(rows_of, weights_of, num_experts, block, x, choice, gate)
 
 
+def _weights_of(
+    arrays: Sequence[jax.Array], in_slots: tuple[bool, ...]
+) -> Callable[[jax.Array], list[jax.Array]]:
+    """What finds the weights of one expert; see `_compute`."""
+    weights, slot_E = list(arrays), None
+    if any(in_slots):
+        slot_E = weights.pop(0)
+
+    def weights_of(number: jax.Array) -> list[jax.Array]:
+        slot = number if slot_E is None else slot_E[number]
+        pairs = zip(weights, in_slots, strict=True)
+        return [row_of(w, slot if is_in_slot else number) for w, is_in_slot in pairs]
+
+    return weights_of
+
+
+def _gradients(
+    gradient_TD: jax.Array,
+    choice: jax.Array,
+    x: jax.Array,
+    gate: jax.Array,
+    *arrays: jax.Array,
+    needed: tuple[bool, ...],
+    expert: Any,
+    block: int,
+    num_experts: int,
+    in_slots: tuple[bool, ...],
+) -> list[jax.Array]:
+    """The gradients of the operands that are `needed`: `choice` and slots never are."""
+    weights_of = _weights_of(arrays, in_slots)
+    function = jax.extend.core.jaxpr_as_fun(expert)
+    flags = needed[len(needed) - len(in_slots) :]
+    assert not any(n and s for n, s in zip(flags, in_slots, strict=True))
+    weights = arrays[len(arrays) - len(flags) :]
+    trained = [w for w, is_needed in zip(weights, flags, strict=True) if is_needed]
+
+    def of_one(own: Sequence[Any], number: jax.Array, rows: jax.Array) -> jax.Array:
+        rest = iter(own)
+        pairs = zip(weights_of(number), flags, strict=True)
+        merged = [next(rest) if is_needed else w for w, is_needed in pairs]
+        return function(*merged, rows)[0]
+
+    of_weights, of_x, of_gate = gradients_of_blocks(
+        of_one, trained, num_experts, block, x, choice, gate, gradient_TD
+    )
+    _, needs_x, needs_gate = needed[:NUM_OPERANDS]
+    return [*[of_x] * needs_x, *[of_gate] * needs_gate, *of_weights]
+
+
 def _result(choice: Any, x: Any, *_: Any, **__: Any) -> Any:
     del choice
     return x.update(dtype="float32", weak_type=False)
 
 
-chosen_p = new_operation(CHOSEN_EXPERTS, _compute, _result)
+chosen_p = new_operation(CHOSEN_EXPERTS, _compute, _result, _gradients)

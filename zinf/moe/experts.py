@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zinf.core.jaxpr.chosen import is_on_demand
 from zinf.core.sharding.axes.experts import current_mesh
 from zinf.moe.blocks import ExpertFunction
+from zinf.moe.chosen import sum_of_chosen
 from zinf.moe.exchange import check_divides, divided
 from zinf.moe.gating import Capacity
 from zinf.moe.loop import in_blocks
@@ -80,7 +82,8 @@ def experts(
         # An expert of another block becomes negative, or too large: no expert here.
         operands = function, block, own, x, choice - first, gate
         if mesh is None:
-            total += in_blocks(*operands)
+            chosen = is_on_demand(size, choice.shape[1], choice.shape[0])
+            total += (sum_of_chosen if chosen else in_blocks)(*operands)
         else:
             total += divided(*operands, mesh=mesh, capacity=capacity)
     return total.astype(x.dtype)

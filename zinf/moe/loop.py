@@ -12,17 +12,13 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from zinf.core.jaxpr.chosen import is_on_demand
-from zinf.moe.blocks import ExpertFunction, blocks_of, rows_at, sum_of_blocks
-from zinf.moe.chosen import sum_of_chosen
-
-
-def _one(weights: Any, expert: jax.Array) -> Any:
-    return jax.tree.map(
-        lambda w: jax.lax.dynamic_index_in_dim(w, expert, 0, keepdims=False), weights
-    )
+from zinf.moe.blocks import (
+    ExpertFunction,
+    gradients_of_blocks,
+    row_of,
+    sum_of_blocks,
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -36,9 +32,7 @@ def in_blocks(
 ) -> jax.Array:
     """`zinf.moe.experts` on one device, in float32."""
     num_experts = jax.tree.leaves(weights)[0].shape[0]
-    if is_on_demand(num_experts, choice.shape[1], choice.shape[0]):
-        return sum_of_chosen(function, block, weights, x, choice, gate)
-    one = partial(_one, weights)
+    one = partial(row_of, weights)
     return sum_of_blocks(function, one, num_experts, block, x, choice, gate)
 
 
@@ -59,35 +53,16 @@ def _backward(
 ) -> tuple:
     weights, x, choice, gate = saved
     num_experts = jax.tree.leaves(weights)[0].shape[0]
-    routes_P, owners, total = blocks_of(choice, num_experts, block)
-    k = choice.shape[1]
 
-    def gated(weights: Any, rows: jax.Array, gates: jax.Array) -> jax.Array:
-        result = function(weights, rows).astype(jnp.float32)
-        return result * gates[:, None].astype(jnp.float32)
+    def of_one(own: Any, expert: jax.Array, rows: jax.Array) -> jax.Array:
+        del expert
+        return function(own, rows)
 
-    def body(i: jax.Array, sums: tuple) -> tuple:
-        weights_sum, x_sum, gate_N = sums
-        routes = jax.lax.dynamic_slice_in_dim(routes_P, i * block, block)
-        one, rows = _one(weights, owners[i]), rows_at(x, routes // k)
-        _, vjp = jax.vjp(gated, one, rows, rows_at(gate.reshape(-1), routes))
-        gradient = rows_at(gradient_TD, routes // k)
-        of_weights, of_rows, of_gates = vjp(gradient)
-        weights_sum = jax.tree.map(
-            lambda s, g: s.at[owners[i]].add(g.astype(s.dtype)), weights_sum, of_weights
-        )
-        x_sum = x_sum.at[routes // k].add(of_rows.astype(jnp.float32), mode="drop")
-        gate_N = gate_N.at[routes].set(of_gates.astype(jnp.float32), mode="drop")
-        return weights_sum, x_sum, gate_N
-
-    def zeros(array: jax.Array) -> jax.Array:
-        return jnp.zeros(array.shape, jnp.float32)
-
-    start = jax.tree.map(zeros, weights), zeros(x), zeros(gate.reshape(-1))
-    weights_sum, x_sum, gate_N = jax.lax.fori_loop(0, total, body, start)
-    of_weights = jax.tree.map(lambda s, w: s.astype(w.dtype), weights_sum, weights)
-    of_gate = gate_N.reshape(gate.shape).astype(gate.dtype)
-    return of_weights, x_sum.astype(x.dtype), None, of_gate
+    rest = x, choice, gate, gradient_TD
+    of_weights, of_x, of_gate = gradients_of_blocks(
+        of_one, weights, num_experts, block, *rest
+    )
+    return of_weights, of_x, None, of_gate
 
 
 in_blocks.defvjp(_forward, _backward)

@@ -8,10 +8,10 @@ import pytest
 
 from tests.tiers import streamed
 from tests.unit.inference.generating import BATCH, make_engine, programs
+from zinf.core.memory import Slots
 from zinf.core.plan import FetchChosen, Link
 from zinf.core.program import is_worthwhile
 from zinf.core.step.run import passes
-from zinf.core.step.run.chosen import Slots
 from zinf.inference import Scores
 
 NUM_EXPERTS, K = 128, 8
@@ -183,3 +183,15 @@ def test_the_slot_used_longest_ago_is_taken():
         slots.slot_of[0, number] = slots.free_slot()
     assert slots.use([(0, 0), (1, 0)]) == [(1, 0)]
     assert slots.free_slot() == 1
+
+
+def test_slots_stay_between_calls_until_a_step_changes_weights(whole, warm):
+    """The last test here: it trains the engines of the others."""
+    before = texts(warm)[:2]
+    for engine in (whole, warm):
+        engine.step(BATCH)
+    *first, moved = texts(warm)
+    *again, fewer = texts(warm)
+    assert again == first == list(texts(whole)[:2])
+    assert first != list(before)
+    assert bytes_of(fewer, Link.NVME_READ) < 0.9 * bytes_of(moved, Link.NVME_READ)

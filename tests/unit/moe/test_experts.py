@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zinf.core.jaxpr.chosen import on_demand
 from zinf.moe import experts
 from zinf.moe.experts import default_block
 
@@ -68,6 +69,24 @@ def both(function):
 
 
 ALL_EXPERTS = both(dense)
+
+
+@pytest.mark.parametrize("name", ["mixed", "dropped"])
+def test_as_one_equation_they_have_the_same_gradients_to_the_bit(name):
+    """Then a program may read the chosen ones alone. One token chooses few of them."""
+    given = choices(name)[:1], WEIGHTS, X[:1], GATE[:1]
+
+    def pulled(function):
+        value, pull = jax.vjp(lambda w, x, g: function(w, x, given[0], g), *given[1:])
+        return value, pull(COTANGENT[:1])
+
+    def in_trace(mark):
+        run = mark(lambda *_: pulled(functools.partial(experts, gated_mlp)))
+        return str(jax.make_jaxpr(run)()), jax.jit(run)()
+
+    names, found = in_trace(on_demand)
+    assert "chosen_experts" in names
+    chex.assert_trees_all_equal(found, in_trace(lambda run: run)[1])
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,10 @@ class Memory(Section):
     free."""
 
     experts: Annotated[Auto[Size | Literal["off"] | None], BeforeValidator(_off)] = None
-    """Bytes of the device for experts that tokens chose, while nothing is trained: text
-    is generated, or scored. Absent or auto: half of what arrays at rest leave there, or
-    less if no more fits. off: all experts of a layer are read for each pass."""
+    """Bytes of the device for experts that tokens chose, in programs that do not change
+    them: text is generated or scored, or adapters are trained. Absent or auto: what all
+    else leaves there; in training, half of what arrays at rest leave, if that is
+    predicted to be faster. off: all experts of a layer are read for each pass."""
 
     stall_seconds: Seconds = 120.0
     """How long a drive may take to answer a request before the step fails."""

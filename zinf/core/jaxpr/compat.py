@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core as jcore
 from jax.extend import linear_util
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 Atom = Any  # Var | Literal
 Var = jcore.Var
@@ -78,13 +78,17 @@ def fresh(aval: Any) -> Var:
     return Var(aval)
 
 
-def new_operation(name: str, compute: Callable, result: Callable) -> jcore.Primitive:
+def new_operation(
+    name: str, compute: Callable, result: Callable, gradients: Callable
+) -> jcore.Primitive:
     """An operation that is one equation of a trace, and is lowered as `compute`.
 
     Args:
-        compute: `(*arrays, **params) -> array`. It has no derivative, and is mapped as
-            the equations that it traces to.
+        compute: `(*arrays, **params) -> array`. It is mapped as the equations that it
+            traces to, and differentiated in reverse mode only.
         result: `(*avals, **params) -> aval` of that array.
+        gradients: `(cotangent, *arrays, needed, **params) -> cotangents` of the
+            operands whose flag in the tuple `needed` is True, in order.
     """
     made = jcore.Primitive(name)
     made.def_abstract_eval(result)
@@ -95,7 +99,38 @@ def new_operation(name: str, compute: Callable, result: Callable) -> jcore.Primi
 
     batching.primitive_batchers[made] = mapped
     mlir.register_lowering(made, mlir.lower_fun(compute, multiple_results=False))
+    _differentiate(made, result, gradients)
     return made
+
+
+def _differentiate(
+    operation: jcore.Primitive, result: Callable, gradients: Callable
+) -> None:
+    """Give an operation the reverse-mode derivative of `new_operation`."""
+    # It is linear in the tangents, and nothing but transposed: it has no lowering.
+    tangent_of = jcore.Primitive(f"{operation.name}_tangent")
+
+    def abstract(*avals: Any, needed: tuple[bool, ...], **params: Any) -> Any:
+        return result(*avals[: len(needed)], **params)
+
+    def jvp(arrays: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+        needed = tuple(not isinstance(t, ad.Zero) for t in tangents)
+        given = [t for t in tangents if not isinstance(t, ad.Zero)]
+        tangent = tangent_of.bind(*arrays, *given, needed=needed, **params)
+        return operation.bind(*arrays, **params), tangent
+
+    def transpose(
+        cotangent: Any, *operands: Any, needed: tuple[bool, ...], **params: Any
+    ) -> list[Any]:
+        arrays = operands[: len(needed)]
+        if isinstance(cotangent, ad.Zero):
+            return [None] * len(operands)
+        found = gradients(cotangent, *arrays, needed=needed, **params)
+        return [*[None] * len(arrays), *found]
+
+    tangent_of.def_abstract_eval(abstract)
+    ad.primitive_jvps[operation] = jvp
+    ad.primitive_transposes[tangent_of] = transpose
 
 
 def literal(value: Any) -> Literal:

@@ -15,6 +15,7 @@ from zinf.core.memory.shares import (
     to_devices,
     to_shares,
 )
+from zinf.core.memory.slots import Key, Slots
 from zinf.core.memory.storage_error import StorageError
 from zinf.core.memory.store import AbstractStore
 from zinf.core.memory.stores import Stores, open_stores
@@ -24,9 +25,11 @@ __all__ = [
     "BudgetExceeded",
     "DeviceStore",
     "HostStore",
+    "Key",
     "Ledger",
     "NvmeStore",
     "Residents",
+    "Slots",
     "StorageError",
     "Stores",
     "aligned_empty",

@@ -1,6 +1,6 @@
 """The device tier: jax arrays on the devices of a mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import prod
@@ -20,6 +20,7 @@ from zinf.core.memory.host.alias import (
 )
 from zinf.core.memory.host.aligned import POOLED_FROM_BYTES, aligned_copy
 from zinf.core.memory.ledger import Ledger
+from zinf.core.memory.slots import Slots
 from zinf.core.memory.store import (
     DONE,
     AbstractStore,
@@ -57,9 +58,12 @@ class DeviceStore(AbstractStore):
         index = jax.process_index()
         self.local = [d for d in devices if d.process_index == index]
         self.device = self.local[0]
-        self.ledger = Ledger(Tier.DEVICE, capacity_bytes)
+        self.ledger = Ledger(Tier.DEVICE, capacity_bytes, self.free_spare)
         self.holds = Holds()
         self._arrays: dict[ArrayId, jax.Array] = {}
+        # By the arrays whose rows they are.
+        self._slots: dict[tuple[ArrayId, ...], Slots] = {}
+        self._spare_lock = Lock()
         # Several threads may use rows of one array, and writing rows replaces the array
         # that other threads take rows from.
         self._rows_lock = Lock()
@@ -108,6 +112,50 @@ class DeviceStore(AbstractStore):
     def close(self) -> None:
         for array in list(self._arrays):
             self.free(array)
+        self._slots.clear()
+
+    def hold_slots(
+        self, arrays: Sequence[ArrayId], zeros: Sequence[Callable[[], jax.Array]]
+    ) -> Slots:
+        """The slots that are rows of some arrays, with what an earlier program left.
+
+        Args:
+            zeros: make the arrays, if they are not there.
+        """
+        key = tuple(arrays)
+        with self._spare_lock:
+            if key in self._slots:
+                self._slots[key].is_spare = False
+                return self._slots[key]
+        for array, make in zip(arrays, zeros, strict=True):
+            self.write(array, make())
+        self._slots[key] = Slots(len(self._arrays[key[0]]))
+        return self._slots[key]
+
+    def release_slots(self, arrays: Sequence[ArrayId]) -> None:
+        """Keep slots until their room is needed; those made in part are freed."""
+        key = tuple(arrays)
+        if key in self._slots:
+            self._slots[key].is_spare = True
+            return
+        for array in filter(self.contains, arrays):
+            self.free(array)
+
+    def free_spare(self) -> bool:
+        """Free all slots that no program has; return whether there were any."""
+        with self._spare_lock:
+            spare = [key for key, slots in self._slots.items() if slots.is_spare]
+            for key in spare:
+                del self._slots[key]
+                for array in key:
+                    self.free(array)
+        return bool(spare)
+
+    def forget_rows(self, path: str) -> None:
+        """Empty the slots that hold rows of an array, which is about to change."""
+        for slots in self._slots.values():
+            if slots.has_rows_of(path):
+                slots.forget()
 
     def _replace(self, array: ArrayId, value: np.ndarray | jax.Array) -> None:
         stored = self._arrays[array]

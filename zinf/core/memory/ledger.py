@@ -1,6 +1,6 @@
 """Counting the bytes of one tier against its budget."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -39,10 +39,19 @@ class Ledger:
     file system adds: the plan predicts the same number, and the CPU backend reports no
     memory statistics to compare with. `capacity_bytes` None means no limit. Safe to
     call from several threads.
+
+    Args:
+        relieve: frees what is kept only until its room is needed; returns whether there
+            was anything.
     """
 
-    def __init__(self, tier: Tier, capacity_bytes: int | None) -> None:
-        self.tier = tier
+    def __init__(
+        self,
+        tier: Tier,
+        capacity_bytes: int | None,
+        relieve: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.tier, self._relieve = tier, relieve
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._peak_bytes = 0
@@ -74,6 +83,14 @@ class Ledger:
             BudgetExceeded: they do not fit. Nothing is counted then.
         """
         assert nbytes >= 0, f"{what}: cannot reserve {nbytes} bytes"
+        try:
+            self._count(nbytes, what)
+        except BudgetExceeded:
+            if not self._relieve():
+                raise
+            self._count(nbytes, what)
+
+    def _count(self, nbytes: int, what: str) -> None:
         with self._lock:
             used_bytes = self._used_bytes + nbytes
             if self._capacity_bytes is not None and used_bytes > self._capacity_bytes:

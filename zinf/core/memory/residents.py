@@ -153,6 +153,7 @@ class Residents:
 
     def _write_share(self, piece: ArrayId, wanted: ArrayId, share: np.ndarray) -> None:
         tier = self.homes[piece]
+        self.stores.device.forget_rows(piece.path)
         content: np.ndarray | jax.Array = share
         if tier == Tier.DEVICE:
             layout = self.layouts.of(wanted)

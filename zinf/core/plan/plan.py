@@ -17,7 +17,7 @@ from zinf.core.plan.instruction import (
 )
 from zinf.core.plan.shared import Shared, shared_arrays
 from zinf.core.plan.show import Summary, show_bytes, show_instructions, summarize
-from zinf.core.program import ArrayId, Link, Tier
+from zinf.core.program import ArrayId, Link, Role, Tier
 
 # A large model has thousands of instructions: the first and the last are printed.
 PRINTED_FIRST, PRINTED_LAST = 30, 10
@@ -84,6 +84,7 @@ class Plan:
             or any(
                 tier in (self.homes.get(a), self.homes.get(a.whole))
                 for a, tier in instruction.writes
+                if a.role != Role.CONST
             )
         ]
 

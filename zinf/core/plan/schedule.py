@@ -156,9 +156,7 @@ class _Schedule:
 
     def forward(self, k: int, m: int) -> None:
         segment = self.program.segments[k]
-        for number, chosen in enumerate(self.program.chosen):
-            if chosen.segment == k:
-                self.fetch_chosen(number, chosen, m)
+        self.fetch_experts(k, m)
         outputs = [value(n, m) for n in segment.outputs]
         caches = [cache(n, m) for n in segment.caches]
         changed = tuple((a, Tier.DEVICE) for a in caches)
@@ -183,8 +181,16 @@ class _Schedule:
         if self.options.value_tier != Tier.DEVICE and others:
             self.jobs.transfer(others, Tier.DEVICE, self.options.value_tier)
 
+    def fetch_experts(self, k: int, m: int) -> None:
+        """Brings the experts that tokens chose to slots, before a pass of a segment.
+
+        Other layers may have taken the slots since the forward pass.
+        """
+        for number, chosen in enumerate(self.program.chosen):
+            if chosen.segment == k:
+                self.fetch_chosen(number, chosen, m)
+
     def fetch_chosen(self, number: int, chosen: Chosen, m: int) -> None:
-        """Brings the experts of a segment that the tokens of a microbatch chose."""
         catalog = self.catalog
         homes = {a: catalog.home_tiers[a] for a in chosen.arrays}
         farthest = max((t for t in homes.values() if t), key=lambda tier: tier.order)
@@ -243,6 +249,7 @@ class _Schedule:
         results: Sequence[ArrayId],
     ) -> None:
         segment = self.program.segments[k]
+        self.fetch_experts(k, m)
         sums = {
             x.array: self.catalog.row_sum(k, i, m)
             for i, x in enumerate(segment.row_sums)

@@ -53,12 +53,17 @@ class Source:
     `params` are named by key path, `batch` by "batch/<key path>" (and "key"). The
     outputs of the graph are the flattened outputs of the function, whose pytree is
     `structure`. The outputs of a loss are `(loss, aux)`.
+
+    Attributes:
+        whole_experts: number of experts, choices of a token, and tokens of each layer
+            whose tokens choose about all experts, if that was asked when it was traced.
     """
 
     graph: Graph
     params: Mapping[Var, str]
     batch: Mapping[Var, str]
     structure: Any
+    whole_experts: tuple[tuple[int, int, int], ...] = ()
 
 
 def trace_loss(

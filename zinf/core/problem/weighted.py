@@ -166,11 +166,10 @@ def split_weight(source: Source) -> tuple[Source, LossWeight | None]:
             "batch alone. Move what depends on parameters into the total."
         )
     names = tuple(source.batch[v] if v in read else None for v in graph.invars)
-    rest = Source(
-        source.graph.needed_for(kept),
-        source.params,
-        source.batch,
-        jax.tree.structure(outputs),
+    rest = replace(
+        source,
+        graph=source.graph.needed_for(kept),
+        structure=jax.tree.structure(outputs),
     )
     return rest, LossWeight(graph, names)
 

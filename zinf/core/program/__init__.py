@@ -11,6 +11,7 @@ from zinf.core.program.array import Rows as Rows
 from zinf.core.program.array import covers as covers
 from zinf.core.program.array import overlaps as overlaps
 from zinf.core.program.chosen import Chosen as Chosen
+from zinf.core.program.chosen import expected_experts as expected_experts
 from zinf.core.program.chosen import is_worthwhile as is_worthwhile
 from zinf.core.program.program import KEY as KEY
 from zinf.core.program.program import Leaf as Leaf

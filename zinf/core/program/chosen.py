@@ -49,6 +49,14 @@ class Chosen:
         """The most experts that a microbatch chooses."""
         return min(self.num_experts, self.num_tokens * self.k)
 
+    def is_worthwhile(self, num_microbatches: int) -> bool:
+        """Whether they are worth reading on demand for so many microbatches."""
+        return is_worthwhile(
+            *(self.num_experts, self.k, self.num_tokens),
+            num_slots=self.num_slots,
+            num_microbatches=num_microbatches,
+        )
+
     def expected(self, num_microbatches: int) -> float:
         """Different experts that the tokens of some microbatches choose."""
         num_tokens = self.num_tokens * num_microbatches

@@ -181,6 +181,11 @@ class Program:
         return frozenset(name for each in self.chosen for name in each.slots)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(self.values[name].nbytes for name in self.slots)
+
+    @property
     def tables(self) -> tuple[str, ...]:
         """The names of the values that say in which slots experts are."""
         return tuple(each.table for each in self.chosen)

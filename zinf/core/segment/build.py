@@ -13,7 +13,13 @@ from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
 from zinf.core.jaxpr.keys import to_words
 from zinf.core.problem.source import Source
 from zinf.core.program import ArrayId, Chosen, Leaf, Program, Role, SegmentSpec
-from zinf.core.segment.chosen import NO_TABLES, Tables, must_be_cut, slots_of
+from zinf.core.segment.chosen import (
+    NO_TABLES,
+    Tables,
+    must_be_cut,
+    slot_names,
+    slots_of,
+)
 from zinf.core.segment.cut import choose_cuts, read_tape
 from zinf.core.segment.flops import equation_flops
 from zinf.core.segment.index import index_by_literals
@@ -44,6 +50,7 @@ def segment_loss(
     frozen: Collection[str],
     splittable: Collection[str],
     max_bytes: int | None,
+    tables: Tables = NO_TABLES,
 ) -> Segmented:
     """Cuts a traced loss into segments with a backward pass.
 
@@ -54,8 +61,10 @@ def segment_loss(
             optimizer update works on rows.
         max_bytes: parameter bytes that a segment may hold; `None` cuts by layer.
             Splittable leaves that are larger are read by tile.
+        tables: the inputs that are tables of experts in slots; see `in_slots`.
     """
-    return _segmented(source, set(frozen), splittable, max_bytes, is_trained=True)
+    rest = set(frozen), splittable, max_bytes
+    return _segmented(source, *rest, is_trained=True, tables=tables)
 
 
 def segment_function(
@@ -77,7 +86,7 @@ def segment_function(
             next run. Those that one segment can overwrite become `Program.caches`; the
             others stay inputs and outputs.
         instead: state arrays that are read in place of parameters.
-        tables: the inputs that are tables of experts in slots; see `in_slots`.
+        tables: as in `segment_loss`.
     """
     return _segmented(
         source,
@@ -111,7 +120,8 @@ def _segmented(
     )
     weights = layer_weights({v: array.path for v, array in arrays.items()})
     order = order_equations(index_by_literals(graph, weights), weights)
-    forced = must_be_cut(order.anchored, arrays, graph.consts)
+    fixed = {v for v, array in arrays.items() if array.path in frozen}
+    forced = must_be_cut(order.anchored, fixed, graph.consts)
     cuts = choose_cuts(read_tape(order, forced), max_bytes=max_bytes)
     builder = _Builder(source, order, arrays, leaves, is_trained, caches or {}, tables)
     made = builder.build(cuts)
@@ -168,6 +178,7 @@ class _Builder:
         value_names = dict(self.source.batch)
         value_names.update({v: f"const/{i}" for i, v in enumerate(self.graph.consts)})
         value_names.update({v: f"experts/{i}" for i, v in enumerate(self.tables)})
+        value_names.update(slot_names(self.graph))
         # Before and after it is overwritten, a cache is the same array.
         for draft in drafts:
             value_names |= {new: value_names[old] for old, new in draft.caches.items()}

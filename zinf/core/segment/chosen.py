@@ -69,17 +69,19 @@ def kind_bytes(kind: Kind) -> int:
     return sum(prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in kind)
 
 
-def inlined_experts(source: Source) -> Source:
+def inlined_experts(source: Source, *, is_trained: bool = False) -> Source:
     """The program in which experts are equations of its own, not of calls inside it.
 
-    It must not be differentiated afterwards.
+    Args:
+        is_trained: it is differentiated afterwards, so custom rules stay.
     """
-    emitter = _Inliner()
+    emitter = _OfTraining() if is_trained else _OfForward()
     emitter.consts.update(source.graph.consts)
     env: dict[Var, Atom] = {v: v for v in (*source.graph.invars, *source.graph.consts)}
     for equation in source.graph.equations:
         given = [a if isinstance(a, Literal) else env[a] for a in equation.invars]
-        if _is_call(equation) and _has_experts(equation):
+        is_call = equation.primitive.name in emitter.inlines
+        if is_call and len(inner(equation)) == 1 and _has_experts(equation):
             results = emitter.emit(equation, given)
         else:
             emitter.equations.append(equation.replace(invars=given))
@@ -90,18 +92,23 @@ def inlined_experts(source: Source) -> Source:
     return replace(source, graph=Graph(source.graph.invars, *rest))
 
 
-class _Inliner(Emitter):
+class _OfTraining(Emitter):
+    inlines = CALLS | REMAT
+
+
+class _OfForward(Emitter):
     inlines = CALLS | CUSTOM | REMAT
-
-
-def _is_call(equation: Equation) -> bool:
-    return equation.primitive.name in _Inliner.inlines and len(inner(equation)) == 1
 
 
 def _has_experts(equation: Equation) -> bool:
     if equation.primitive.name == CHOSEN_EXPERTS:
         return True
-    return any(_has_experts(e) for p in programs(equation) for e in _equations(p))
+    return any(map(has_experts, programs(equation)))
+
+
+def has_experts(program: Any) -> bool:
+    """Whether a jaxpr has experts that may be read on demand."""
+    return any(map(_has_experts, _equations(program)))
 
 
 def _equations(program: Any) -> Sequence[Equation]:
@@ -279,6 +286,16 @@ def slots_of(equation: Equation) -> list[Var] | None:
     flags = equation.params["in_slots"]
     slots = [w for w, is_in_slot in zip(weights, flags, strict=True) if is_in_slot]
     return [equation.invars[NUM_OPERANDS], *slots]
+
+
+def slot_names(graph: Graph) -> dict[Var, str]:
+    """Names of slots by what they hold: alike slots of two programs are the same."""
+    names: dict[Var, str] = {}
+    for equation in graph.equations:
+        if (own := slots_of(equation)) is not None:
+            kind = "+".join(v.aval.str_short() for v in own[1:])
+            names |= {v: f"slots/{kind}/{i}" for i, v in enumerate(own[1:])}
+    return names
 
 
 def _first_weight(equation: Equation) -> int:

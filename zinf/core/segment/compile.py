@@ -13,6 +13,7 @@ from typing import Any
 from zinf.core.jaxpr.dims import NotByRow
 from zinf.core.program import ArrayId, ArraySpec, Role, RowSum, SegmentSpec
 from zinf.core.segment.build import Segmented
+from zinf.core.segment.chosen import has_experts
 from zinf.core.segment.executables import BodyExecutables, Workspace
 from zinf.core.segment.halved import HalvedExecutables
 from zinf.core.segment.leaves import array_spec
@@ -165,6 +166,8 @@ class Segment:
     def _may_keep(self) -> bool:
         whole = self.executables
         is_simple = whole.num_blocks == 1 and not whole.is_last and not whole.lookups
+        # Its weights would have to be fetched again too.
+        is_simple = is_simple and not has_experts(whole.body.jaxpr)
         return self.spec.has_backward and is_simple
 
 

@@ -8,6 +8,7 @@ run reads and overwrites, such as the keys and values of attention.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from zinf.core.plan import (
     value,
 )
 from zinf.core.problem.source import Source
-from zinf.core.program import ArrayId, Program, Role, Tier, is_worthwhile
+from zinf.core.program import ArrayId, Program, Role, Tier
 from zinf.core.segment import (
     NOTHING,
     Function,
@@ -38,19 +39,13 @@ from zinf.core.segment import (
     rest_by_row,
     segment_function,
 )
-from zinf.core.segment.chosen import (
-    NO_TABLES,
-    Tables,
-    find_experts,
-    in_slots,
-    inlined_experts,
-    slot_counts,
-)
+from zinf.core.segment.chosen import NO_TABLES, inlined_experts
 from zinf.core.sharding import Layouts
 from zinf.core.step.arrays import make_catalog
 from zinf.core.step.exchange import forward_exchanges
+from zinf.core.step.on_demand import LEAST_SLOTS, NO_SLOTS, OnDemand
 from zinf.core.step.setup import AtRest, Setup
-from zinf.core.step.shrink import SPARE, Compiled, Limits, shrunk
+from zinf.core.step.shrink import Compiled, Limits, shrunk
 from zinf.core.step.shrink import compiled as compile_again
 
 
@@ -88,14 +83,14 @@ class Forward:
 
         True if none is.
         """
-        return all(
-            is_worthwhile(
-                *(each.num_experts, each.k, each.num_tokens),
-                num_slots=each.num_slots,
-                num_microbatches=num_microbatches,
-            )
-            for each in self.segmented.program.chosen
-        )
+        chosen = self.segmented.program.chosen
+        return all(each.is_worthwhile(num_microbatches) for each in chosen)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of the device that it never holds."""
+        plan = self.plan
+        return plan.capacity_bytes[Tier.DEVICE] - plan.peak_bytes[Tier.DEVICE]
 
     @property
     def cache_homes(self) -> dict[ArrayId, Tier]:
@@ -114,7 +109,7 @@ def plan_forward(
     num_microbatches: int = 1,
     caches: Cached = NO_CACHES,
     instead: Instead = NOTHING,
-    whole_experts: bool = False,
+    slot_bytes: int | None = None,
 ) -> Forward:
     """The forward pass of a function, the same on all processes.
 
@@ -124,7 +119,9 @@ def plan_forward(
         limits: the first limits on segments; None for those of the config.
         instead: state arrays that are read in place of parameters, from where they
             rest.
-        whole_experts: never read those experts alone that tokens chose.
+        slot_bytes: bytes of the device for experts that are read on demand, if the
+            config does not say: at least as many as a microbatch may need, and 0 for
+            none. None: all that the pass leaves free.
 
     Raises:
         ValueError: `memory.experts` holds fewer experts than a layer's tokens choose.
@@ -133,12 +130,16 @@ def plan_forward(
     """
     # Each program has constants of its own.
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
-    rest = homes, at_rest.layouts, num_microbatches
-    made = _Planned(setup, function, batch, *rest, caches, instead)
-    if not whole_experts and setup.rule.mesh.size == 1:
-        made = replace(made, slot_bytes=_slot_bytes(setup, at_rest))
+    paths = set(setup.problem.params).difference(instead)
+    first_bytes = LEAST_SLOTS if slot_bytes is None else slot_bytes
+    experts = OnDemand(setup, paths, homes, num_microbatches, first_bytes)
+    rest = at_rest.layouts, num_microbatches, caches, instead, experts
+    made = _Planned(setup, function, batch, homes, *rest)
+    limits = limits or Limits(setup.config.segment_max_bytes)
     with setup.planning():
-        forward = made.fitting(limits or Limits(setup.config.segment_max_bytes))
+        forward = made.fitting(limits)
+        if slot_bytes is None:
+            forward = made.with_room(forward, limits)
     setup.agree_on(forward.plan, f"plan of {function.name}")
     return forward
 
@@ -166,27 +167,15 @@ def plan_again(
     """
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     function = Function(name, _never)
-    rest = homes, at_rest.layouts, num_microbatches
     caches = Cached(tiers=cache_tiers, num_microbatches=num_cached)
-    made = _Planned(setup, function, None, *rest, caches, NOTHING)
+    experts = OnDemand(setup, (), homes, num_microbatches, NO_SLOTS)
+    rest = at_rest.layouts, num_microbatches, caches, NOTHING, experts
+    made = _Planned(setup, function, None, homes, *rest)
     compiled = Compiled(forward.segments, forward.layouts)
     with setup.planning():
         found = made.planned(forward.segmented, compiled)
     setup.agree_on(found.plan, f"plan of {name}")
     return found
-
-
-def _slot_bytes(setup: Setup, at_rest: AtRest) -> int:
-    """Bytes of the device for experts that are read on demand."""
-    asked = setup.config.expert_bytes
-    if asked is not None:
-        return asked
-    resting = sum(
-        at_rest.layouts.share(array).nbytes
-        for array, tier in at_rest.homes.items()
-        if tier == Tier.DEVICE and array.role != Role.CONST
-    )
-    return max(1, (setup.capacity()[Tier.DEVICE] - resting) // 2)
 
 
 def _never(*_: Any) -> Any:
@@ -244,17 +233,37 @@ class _Planned:
     num_microbatches: int
     caches: Cached
     instead: Instead
-    slot_bytes: int = 0
+    experts: OnDemand
 
     def fitting(self, limits: Limits) -> Forward:
         return shrunk(self.setup, self.layouts, self.cut, self.attempt, limits)
+
+    def with_room(self, forward: Forward, limits: Limits) -> Forward:
+        """A planned program, with slots for experts in all that it leaves free.
+
+        Its caches stay where they are.
+        """
+        program, count = forward.segmented.program, self.num_microbatches
+        more = self.experts.with_room(program, forward.room_bytes)
+        if more is not None:
+            tiers = tuple(set(forward.cache_homes.values())) or self.caches.tiers
+            caches = replace(self.caches, tiers=tiers)
+            with suppress(InfeasibleError):
+                forward = replace(self, experts=more, caches=caches).fitting(limits)
+        if forward.is_worthwhile(count):
+            return forward
+        none = replace(self.experts, slot_bytes=NO_SLOTS)
+        try:
+            return replace(self, experts=none).fitting(limits)
+        except InfeasibleError:
+            return forward
 
     def cut(self, max_bytes: int | None) -> Segmented:
         setup = self.setup
         source, tables = self.traced(max_bytes), NO_TABLES
         if setup.rule.mesh.size == 1:
             source = inlined_experts(source)
-            source, tables = self.with_slots(source)
+            source, tables = self.experts.with_slots(source)
         by_row = {array.path for array in self.homes if array.rows}
         return segment_function(
             rest_by_row(source, by_row),
@@ -271,33 +280,6 @@ class _Planned:
             function = replace(function, call=on_demand(function.call))
         return function.trace(self.setup.problem, self.batch, max_bytes)
 
-    def with_slots(self, source: Source) -> tuple[Source, Tables]:
-        """The program that reads experts on demand which do not rest on the device."""
-        experts = find_experts(source)
-        near = None, Tier.DEVICE
-        away = {
-            path
-            for each in experts
-            for path in each.leaves
-            if self.homes.get(ArrayId(Role.PARAM, path)) not in near
-            and path not in self.instead
-        }
-        asked = self.setup.config.expert_bytes
-        num_slots = slot_counts(experts, away, self.slot_bytes, asked)
-        worthwhile = {
-            each.kind(away)
-            for each in experts
-            if (kind := each.kind(away)) in num_slots
-            and is_worthwhile(
-                each.num_experts,
-                *reversed(each.choices),
-                num_slots=num_slots[kind],
-                num_microbatches=self.num_microbatches,
-            )
-        }
-        num_slots = {kind: num_slots[kind] for kind in worthwhile}
-        return in_slots(source, experts, away, num_slots)
-
     def attempt(
         self, segmented: Segmented, compiled: Compiled, limits: Limits
     ) -> Forward:
@@ -305,24 +287,13 @@ class _Planned:
         try:
             return self.planned(segmented, compiled)
         except InfeasibleError as error:
-            fewer = self.with_fewer_slots(segmented.program, error)
-            if fewer is None:
+            experts = self.experts.with_fewer(segmented.program, error)
+            if experts is None:
                 raise
+        fewer = replace(self, experts=experts)
         again = fewer.cut(limits.param_bytes)
         rest = self.setup, again, self.layouts, limits
         return fewer.attempt(again, compile_again(*rest), limits)
-
-    def with_fewer_slots(
-        self, program: Program, error: InfeasibleError
-    ) -> "_Planned | None":
-        """For a program that lacks device memory; None if it has the fewest slots."""
-        short = error.shortages.get(Tier.DEVICE)
-        is_least = all(each.num_slots == each.most for each in program.chosen)
-        asked = self.setup.config.expert_bytes is not None
-        if short is None or not program.chosen or is_least or asked:
-            return None
-        left = self.slot_bytes - short.missing_bytes
-        return replace(self, slot_bytes=max(1, left - left // SPARE))
 
     def planned(self, segmented: Segmented, compiled: Compiled) -> Forward:
         segments, layouts = compiled.segments, compiled.layouts

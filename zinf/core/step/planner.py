@@ -49,7 +49,7 @@ class Planner(Setup):
                 made = made.retimed(self, self.measure, batch)
             if why:
                 logger.info("execution: %s", why)
-            said = why, self.attention.sentence(), self._exchange(made)
+            said = why, self.attention.sentence(), self._exchange(made), made.experts
             if any(said):
                 made = made.with_reason(" ".join(filter(None, said)))
         self.agree_on(made.plan, "plan")

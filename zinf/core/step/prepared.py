@@ -24,11 +24,13 @@ class AbstractPrepared(ABC):
     Attributes:
         layouts: the table of the arrays that the step names.
         weight: computes what losses are divided by; None: the number of microbatches.
+        experts: which experts a streamed step reads, and why: a sentence, or empty.
     """
 
     plan: Plan
     layouts: Layouts
     weight: StepWeight | None
+    experts: str = ""
 
     def with_reason(self, why: str) -> Self:
         """The step with a plan that says why it runs this way."""

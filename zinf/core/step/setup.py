@@ -6,7 +6,7 @@ same code also answers "does it fit" for a machine that is not there.
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from zinf.core.config import Config
+from zinf.core.jaxpr.chosen import tracing_on_demand
 from zinf.core.machine.resources import Resources
 from zinf.core.optim.clipping import Clipping
 from zinf.core.optim.separate import Separated
@@ -162,15 +163,24 @@ class Setup:
         """
         leaves = named_leaves(batch)
         batch_dims({f"batch/{n}": x.shape for n, x in leaves.items()}, self.rule)
-        source = trace_loss(
-            self.problem.loss,
-            self.problem.abstract_arguments(),
-            batch,
-            key=self.key,
-            has_aux=True,
-            max_remat_bytes=max_bytes or 1 << 62,
-        )
-        return split_weight(source)
+        with tracing_on_demand(self.may_read_on_demand) as whole:
+            source = trace_loss(
+                self.problem.loss,
+                self.problem.abstract_arguments(),
+                batch,
+                key=self.key,
+                has_aux=True,
+                max_remat_bytes=max_bytes or 1 << 62,
+            )
+        return split_weight(replace(source, whole_experts=tuple(whole)))
+
+    @property
+    def may_read_on_demand(self) -> bool:
+        """Whether a step may read only those frozen experts that its tokens chose.
+
+        The program is the same if the config forbids that: no bit depends on it.
+        """
+        return bool(self.frozen) and self.rule.mesh.size == 1
 
     def step_weight(self, weight: LossWeight | None, batch: Any) -> StepWeight | None:
         """The weight of a step, computed by each process from its own part."""

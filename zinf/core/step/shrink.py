@@ -17,6 +17,7 @@ from zinf.core.plan import InfeasibleError, Shortage, count_contributions
 from zinf.core.problem.source import Source
 from zinf.core.program import ArrayId, Program, Role, Tier
 from zinf.core.segment import Segment, Segmented, compile_segments, segment_loss
+from zinf.core.segment.chosen import NO_TABLES, Tables
 from zinf.core.sharding import Layouts
 from zinf.core.step.setup import Setup
 
@@ -63,7 +64,11 @@ class Failure:
 
 
 def cut(
-    setup: Setup, source: Source, layouts: Layouts, max_bytes: int | None
+    setup: Setup,
+    source: Source,
+    layouts: Layouts,
+    max_bytes: int | None,
+    tables: Tables = NO_TABLES,
 ) -> Segmented:
     """The training loss in segments of at most so many bytes of parameters."""
     return segment_loss(
@@ -71,6 +76,7 @@ def cut(
         frozen=setup.frozen,
         splittable=setup.splittable(layouts),
         max_bytes=max_bytes,
+        tables=tables,
     )
 
 

@@ -1,6 +1,6 @@
 """Plans the streamed step: segment by segment, with arrays on any tiers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -8,19 +8,25 @@ import jax.numpy as jnp
 
 from zinf.core.plan import (
     Choices,
+    FetchChosen,
+    InfeasibleError,
+    Plan,
     Resident,
     StepOptions,
     build_at_home,
     count_contributions,
     prove,
+    show_bytes,
 )
-from zinf.core.program import ArrayId, Tier, open_tiers
+from zinf.core.program import ArrayId, Role, Tier, expected_experts, open_tiers
 from zinf.core.segment import Segmented
+from zinf.core.segment.chosen import NO_TABLES, inlined_experts
 from zinf.core.step.arrays import make_catalog, residents, resting_pieces
 from zinf.core.step.earlier_plan import EarlierPlan, Step, earlier_plan
 from zinf.core.step.exchange import segment_exchanges
 from zinf.core.step.joint import grouped
 from zinf.core.step.keeping import keeping_as_chosen, what_may_be_kept
+from zinf.core.step.on_demand import LEAST_SLOTS, OnDemand
 from zinf.core.step.part_sums import compile_part_sums
 from zinf.core.step.run.streamed import Streamed
 from zinf.core.step.setup import Setup, StepRequest
@@ -35,12 +41,66 @@ def stream(setup: Setup, request: StepRequest) -> Streamed:
     Tighter limits make segments smaller. Weights larger than a segment may hold are
     read by tile, and segments with too large intermediate values run in blocks of rows.
     """
+    whole = _stream(setup, request)
+    source = request.source
+    if source.whole_experts:
+        return replace(whole, experts=_why_all(source.whole_experts))
+    homes = {a: t for a, t in whole.plan.homes.items() if a.role != Role.CONST}
+    left = setup.capacity()[Tier.DEVICE] - whole.plan.home_bytes[Tier.DEVICE]
+    # The other half is for what streams through the device meanwhile.
+    rest = homes, setup.config.num_microbatches, max(LEAST_SLOTS, left // 2)
+    experts = OnDemand(setup, setup.frozen, *rest)
+    if not experts.are_in(source):
+        return whole
+    try:
+        chosen = _stream(setup, replace(request, homes=homes), experts)
+    except InfeasibleError:
+        return replace(whole, experts=NO_ROOM)
+    seconds, others = (x.plan.timeline.seconds for x in (chosen, whole))
+    times = f"{seconds:.3g} s a step are predicted, and {others:.3g} s with all experts"
+    if seconds < others or not experts.is_automatic:
+        return replace(chosen, experts=f"{_expected(chosen.plan)} {times}.")
+    why = f"{READS_ALL}. With those alone that are chosen, {times}."
+    return replace(whole, experts=why)
+
+
+READS_ALL = "Each pass reads all experts of a layer"
+NO_ROOM = f"{READS_ALL}: there is no room for slots of those that are chosen."
+
+
+def _why_all(layers: Sequence[tuple[int, int, int]]) -> str:
+    """Why no layer reads the chosen experts alone; see `Source.whole_experts`."""
+    count, k, num_tokens = layers[0]
+    found = expected_experts(count, k, num_tokens)
+    return (
+        f"{READS_ALL}: the {num_tokens:,} tokens of a microbatch choose {k} each, and "
+        f"so {found:.3g} of {count} if all are equally likely."
+    )
+
+
+def _expected(plan: Plan) -> str:
+    fetches = [x for x in plan.instructions if isinstance(x.operation, FetchChosen)]
+    return (
+        f"Each pass reads the experts that its tokens choose, and no others: "
+        f"{show_bytes(sum(x.nbytes for x in fetches))} a step are expected if all are "
+        "equally likely."
+    )
+
+
+def _stream(
+    setup: Setup, request: StepRequest, experts: OnDemand | None = None
+) -> Streamed:
+    """The step that reads experts on demand, or all experts of a layer."""
     limits, layouts = Limits(setup.config.segment_max_bytes), request.layouts
 
     def cut_to(max_bytes: int | None) -> Segmented:
-        is_traced = max_bytes == limits.param_bytes
+        is_traced, tables = max_bytes == limits.param_bytes, NO_TABLES
         source = request.source if is_traced else setup.trace(request.batch, max_bytes)
-        return cut(setup, source, layouts, max_bytes)
+        if setup.may_read_on_demand:
+            source = inlined_experts(source, is_trained=True)
+        if experts is not None:
+            source, tables = experts.with_slots(source)
+        return cut(setup, source, layouts, max_bytes, tables)
 
     def attempt(segmented: Segmented, compiled: Compiled, limits: Limits) -> Streamed:
         rest = request.homes, request.weight

@@ -1,54 +1,24 @@
 """Brings experts that tokens chose to slots on the device, and knows what is there."""
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
-from zinf.core.memory import Stores
+from zinf.core.memory import Key, Slots, Stores
 from zinf.core.plan import FetchChosen, Instruction, value
 from zinf.core.program import ArrayId, Chosen, Program, Role, Tier
 
-# The number of the experts in `Program.chosen`, and of one of them.
-Key = tuple[int, int]
-
-
-@dataclass
-class Slots:
-    """Which expert each slot holds.
-
-    Attributes:
-        slot_of: experts with their slots, those first that were used longest ago.
-    """
-
-    count: int
-    slot_of: OrderedDict[Key, int] = field(default_factory=OrderedDict)
-
-    def use(self, wanted: Iterable[Key]) -> list[Key]:
-        """Notes that experts are used now; returns those that are in no slot."""
-        missing = []
-        for key in wanted:
-            if key in self.slot_of:
-                self.slot_of.move_to_end(key)
-            else:
-                missing.append(key)
-        return missing
-
-    def free_slot(self) -> int:
-        """A slot without an expert; drops the one that was used longest ago."""
-        if len(self.slot_of) < self.count:
-            return len(self.slot_of)
-        return self.slot_of.popitem(last=False)[1]
-
 
 class ChosenExperts:
-    """The experts of a program that are read on demand, while its slots exist."""
+    """The experts of a program that are read on demand, while it holds its slots.
 
-    def __init__(self, program: Program):
-        self.chosen = program.chosen
-        self.slots = {x.slots: Slots(x.num_slots) for x in program.chosen}
+    Args:
+        slots: by the names of their arrays.
+    """
+
+    def __init__(self, program: Program, slots: Mapping[tuple[str, ...], Slots]):
+        self.chosen, self.slots = program.chosen, slots
 
     def fetch(
         self, operation: FetchChosen, instruction: Instruction, stores: Stores
@@ -60,15 +30,19 @@ class ChosenExperts:
         numbers = [int(x) for x in np.unique(choice) if 0 <= x < chosen.num_experts]
         slots = self.slots[chosen.slots]
         assert len(numbers) <= slots.count, "slots are as many as may be chosen"
-        missing = slots.use((operation.chosen, number) for number in numbers)
+        missing = slots.use((chosen.arrays, number) for number in numbers)
         homes = dict(instruction.reads)
         moved = 0
-        for first in range(0, len(missing), operation.most_at_once):
-            some = missing[first : first + operation.most_at_once]
-            moved += _fetch(chosen, some, homes, slots, stores)
+        try:
+            for first in range(0, len(missing), operation.most_at_once):
+                some = missing[first : first + operation.most_at_once]
+                moved += _fetch(chosen, some, homes, slots, stores)
+        except BaseException:
+            slots.forget()
+            raise
         table = np.zeros(chosen.num_experts, np.int32)
         for number in numbers:
-            table[number] = slots.slot_of[operation.chosen, number]
+            table[number] = slots.slot_of[chosen.arrays, number]
         where = value(chosen.table, operation.microbatch)
         stores.device.write(where, table).result()
         return moved

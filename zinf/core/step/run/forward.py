@@ -62,10 +62,10 @@ class ForwardRunner:
                 may be pending.
         """
         passes, record = self.passes, StepRecord()
-        work = passes.work()
         training.leave()
         try:
             passes.put_consts()
+            work = passes.work()
             outputs = passes.run(self.plan, work, batch, keys, None, record)
         finally:
             passes.free_consts()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,30 +41,48 @@ class Passes:
 
     def work(self) -> Work:
         """What a plan that only runs forward needs, while the constants exist."""
-        chosen = ChosenExperts(self.program) if self.program.chosen else None
-        return Work(segments=self.segments, layouts=self.layouts, chosen=chosen)
+        return Work(segments=self.segments, layouts=self.layouts, chosen=self.chosen())
+
+    def chosen(self) -> ChosenExperts | None:
+        """The experts that are read on demand, which the slots hold from now on.
+
+        They may hold some that an earlier program read.
+        """
+        if not self.program.chosen:
+            return None
+        slots = {}
+        for names in self._slots:
+            arrays = [ArrayId(Role.CONST, name) for name in names]
+            zeros = [partial(self._zeros, array) for array in arrays]
+            slots[names] = self.stores.device.hold_slots(arrays, zeros)
+        return ChosenExperts(self.program, slots)
+
+    @property
+    def _slots(self) -> list[tuple[str, ...]]:
+        return list(dict.fromkeys(each.slots for each in self.program.chosen))
+
+    def _zeros(self, array: ArrayId) -> jax.Array:
+        content, device = self.segmented.consts[array.path], self.layouts.of(array)
+        return jnp.zeros(content.shape, content.dtype, device=device.device)
 
     def put_consts(self) -> None:
         """Put the arrays that the loss closes over on the device, to stay there.
 
-        They may depend on the shape of the batch, as a causal mask does. Slots of
-        experts are made there.
+        They may depend on the shape of the batch, as a causal mask does.
         """
-        slots = self.program.slots
         for name, content in self.segmented.consts.items():
-            array = ArrayId(Role.CONST, name)
-            if name in slots:
-                device = self.layouts.of(array).device
-                zeros = jnp.zeros(content.shape, content.dtype, device=device)
-                self.stores.device.write(array, zeros).result()
-            else:
-                self._put_on_device(array, content)
+            if name not in self.program.slots:
+                self._put_on_device(ArrayId(Role.CONST, name), content)
 
     def free_consts(self) -> None:
+        """Free them; slots of experts stay as long as nothing else needs their room."""
+        device = self.stores.device
+        for names in self._slots:
+            device.release_slots([ArrayId(Role.CONST, name) for name in names])
         for name in self.segmented.consts:
             array = ArrayId(Role.CONST, name)
-            if self.stores.device.contains(array):
-                self.stores.device.free(array)
+            if name not in self.program.slots and device.contains(array):
+                device.free(array)
 
     def run(
         self,

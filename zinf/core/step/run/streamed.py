@@ -39,6 +39,7 @@ from zinf.core.step.forward import forward_of
 from zinf.core.step.joint import Joint, grouped, jointly_and_singly
 from zinf.core.step.part_sums import PartSums
 from zinf.core.step.prepared import AbstractPrepared, Measure
+from zinf.core.step.run.chosen import ChosenExperts
 from zinf.core.step.run.evaluation import evaluation_by_segment
 from zinf.core.step.run.forward import ForwardRunner
 from zinf.core.step.run.gradient import read_gradient
@@ -192,12 +193,14 @@ class StreamedRunner(AbstractRunner):
         )
         self.weight = streamed.weight
         self.clipping, self.skips_overflow = clipping, skips_overflow
+        self.chosen: ChosenExperts | None = None
         self.pending: Pending | None = None
         self.pending_scale = 1.0  # loss scale of the gradients at rest
         streamed.updates.compile_in_place(self.arranged.units)
 
     def enter(self) -> None:
         self.passes.put_consts()
+        self.chosen = self.passes.chosen()
 
     def leave(self) -> None:
         self.passes.free_consts()
@@ -328,5 +331,6 @@ class StreamedRunner(AbstractRunner):
                 skips_overflow=self.skips_overflow,
             ),
             compute_dtype=self.streamed.compute_dtype,
+            chosen=self.chosen,
             layouts=self.passes.layouts,
         )
