@@ -22,18 +22,19 @@ def quantize(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Texts whose inputs gptq sees: JSON lines, a JSON array or parquet, "
-            "with lines as zinf finetune takes; repeatable."
+            help="Texts whose inputs gptq and awq see: JSON lines, a JSON array or "
+            "parquet, with lines as zinf finetune takes; repeatable."
         ),
     ] = None,
     bits: Annotated[
         int, typer.Option(metavar="4|8", help="Of each number of a linear layer.")
     ] = 4,
     method: Annotated[
-        Literal["gptq", "rtn"],
+        Literal["gptq", "awq", "rtn"],
         typer.Option(
             help="gptq changes the outputs of a layer least for the texts of --data; "
-            "rtn rounds each number to the nearest and needs none."
+            "awq scales large inputs, for which norms and layers before take the "
+            "inverse; rtn rounds each number to the nearest and needs none."
         ),
     ] = "gptq",
     group_size: Annotated[

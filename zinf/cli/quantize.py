@@ -23,7 +23,7 @@ def write_quantized(
     config: Config,
     *,
     bits: int,
-    method: Literal["gptq", "rtn"],
+    method: Literal["gptq", "awq", "rtn"],
     group_size: int,
     samples: int,
     sequence_length: int | None,

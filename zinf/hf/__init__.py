@@ -6,6 +6,7 @@ from zinf.core.process.lazy import make_lazy
 
 if TYPE_CHECKING:
     from zinf.hf.analysis import analysis_of as analysis_of
+    from zinf.hf.calibration import calibration_rows as calibration_rows
     from zinf.hf.comparison import Verdict as Verdict
     from zinf.hf.comparison import verdict_of as verdict_of
     from zinf.hf.completion import complete_texts as complete_texts
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from zinf.hf.prune import prune_experts as prune_experts
     from zinf.hf.prune import prune_layers as prune_layers
     from zinf.hf.prune import use_of_experts as use_of_experts
-    from zinf.hf.quantize import calibration_rows as calibration_rows
     from zinf.hf.quantize import check_quantizing as check_quantizing
     from zinf.hf.quantize import quantize as quantize
     from zinf.hf.rating import is_reward_model as is_reward_model

@@ -18,6 +18,7 @@ from tests.unit.hf.models import (
     off,
     on_tier,
     refusals,
+    reloaded,
     save,
     torch_logits,
     write,
@@ -28,8 +29,9 @@ import torch  # isort: skip
 from safetensors.torch import load_file  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.hf.calibration import calibration_rows, choose, sums_over_inputs  # isort: skip
 from zinf.hf.export import ExportedWeights  # isort: skip
-from zinf.hf.quantize import calibration_rows, choose, sums_over_inputs  # isort: skip
+from zinf.hf.quantized.activations import best_scales, clipped  # isort: skip
 from zinf.hf.quantized.packed import packed_words, unpacked  # isort: skip
 from zinf.hf.quantized.rounding import Grid, gptq, nearest  # isort: skip
 
@@ -118,6 +120,58 @@ def test_outputs_are_nearer_than_of_weights_rounded_to_the_nearest(dtype):
     assert errors[0] < 0.5 * errors[1]
 
 
+def plain_awq(weights, seen, bits, group):
+    """The candidates of the paper's search in float64, each with its squared error."""
+    seen, found = seen.astype(np.float64), []
+    sizes = np.sqrt((seen**2).mean(0))
+    for power in range(21):
+        scales = np.maximum((sizes / sizes.mean()) ** (power / 20), 1e-4)
+        scales /= np.sqrt(scales.max() * scales.min())
+        error = 0
+        for weight in weights:
+            scaled = (weight * scales).reshape(len(weight), -1, group)
+            step = np.abs(scaled).max(2, keepdims=True) / (2 ** (bits - 1) - 0.5)
+            low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+            rounded = np.clip(np.rint(scaled / step), low, high) * step
+            gap = rounded.reshape(weight.shape) / scales - weight
+            error += np.square(seen @ gap.T).sum()
+        found.append((error, scales))
+    return found
+
+
+def with_large_inputs(weight, seen):
+    """The same products, of inputs of which some are large."""
+    sizes = np.exp(np.random.default_rng(1).normal(size=seen.shape[1], scale=1.5))
+    return weight / sizes.astype(np.float32), seen * sizes.astype(np.float32)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (8, 32)])
+def test_scales_are_those_of_a_plain_search(bits, group):
+    """Also of two layers with one input, in which outputs then change less."""
+    weight, seen = layer(64, 32)
+    weight, seen = with_large_inputs(weight, seen)
+    parts, gram = [weight[:20], weight[20:]], seen.T @ seen
+    grid = Grid(bits, group, "float32")
+    for weights in ([weight], parts):
+        scales = best_scales(weights, gram, grid)
+        _, wanted = min(plain_awq(weights, seen, bits, group), key=lambda x: x[0])
+        np.testing.assert_allclose(scales, wanted, rtol=1e-5)
+    assert scales.max() > 2 > 0.5 > scales.min()
+    errors = [
+        output_error(weight * by, seen / by, rounded(weight * by, by), group)
+        for by in (np.ones_like(scales), scales)
+        for rounded in (
+            lambda x, by: nearest(x, grid),
+            lambda x, by: clipped(x, gram / by / by[:, None], grid),
+        )
+    ]
+    plain, cut, scaled, both = errors
+    assert cut <= plain and scaled < 0.7 * plain and both <= scaled
+    for wrong in (0 * gram, gram + np.float32(np.nan)):
+        with pytest.raises(ValueError, match="some not 0"):
+            best_scales([weight], wrong, grid)
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_packing_undoes_unpacking(bits):
     """Rows that do not fill their last word are filled with 0."""
@@ -145,18 +199,17 @@ def token_rows():
     return np.random.default_rng(0).integers(3, VOCAB, (ROWS, LENGTH), np.int32)
 
 
-def sums_by_torch(module):
-    """x^T x over the inputs of each linear layer that are seen by torch."""
+def inputs_by_torch(module, rows):
+    """What torch gives to each linear layer, [tokens, inputs]."""
     found = {}
 
     def see(name, _, given):
-        x = given[0].double().reshape(-1, given[0].shape[-1]).numpy()
-        found[name] = found.get(name, 0) + x.T @ x
+        found[name] = given[0].reshape(-1, given[0].shape[-1]).numpy()
 
     for name, part in module.named_modules():
         if f"{name}.weight" in LAYERS:
             part.register_forward_pre_hook(partial(see, f"{name}.weight"))
-    torch_logits(module, token_rows())
+    torch_logits(module, rows)
     return found
 
 
@@ -180,7 +233,8 @@ def test_sums_over_inputs_are_those_of_torch_and_equal_on_all_tiers(tmp_path):
                 for path in LAYERS
                 for name in [f"adapter/{path}/gram"]
             }
-    wanted = sums_by_torch(module)
+    seen = inputs_by_torch(module, token_rows())
+    wanted = {path: x.astype(float).T @ x for path, x in seen.items()}
     for path in LAYERS:
         for tier in tiers:
             np.testing.assert_array_equal(found[tier][path], found[tiers[0]][path])
@@ -197,6 +251,56 @@ def rounded_by_hand(tensors, path, bits, group=GROUP):
     return codes * np.repeat(scales, group, axis=1)
 
 
+NORMS = [
+    f"model.layers.{layer}.{name}_layernorm.weight"
+    for layer in range(SMALL["num_hidden_layers"])
+    for name in ("input", "post_attention")
+]
+# The layers that read the output of each norm, by its name.
+READERS = {"input": [f"self_attn.{x}_proj" for x in "qkv"]}
+READERS["post_attention"] = [f"mlp.{x}_proj" for x in ("gate", "up")]
+
+
+def readers(norm):
+    stem, _, name = norm.removesuffix("_layernorm.weight").rpartition(".")
+    return [f"{stem}.{reader}.weight" for reader in READERS[name]]
+
+
+def enlarge_inputs(folder):
+    """Change weights so that norms have large entries, and the logits are the same."""
+    module = reloaded(folder)
+    named, draw = dict(module.named_parameters()), torch.Generator().manual_seed(0)
+    for norm in NORMS:
+        sizes = torch.exp(1.5 * torch.randn(named[norm].shape, generator=draw))
+        named[norm].data *= sizes
+        for path in readers(norm):
+            named[path].data /= sizes
+    module.save_pretrained(folder, max_shard_size="20KB")
+
+
+def scales_by_torch(folder, rows):
+    """By norm: the candidates of a plain search over the inputs that torch sees."""
+    module = reloaded(folder)
+    inputs = inputs_by_torch(module, rows)
+    named = {name: x.numpy(force=True) for name, x in module.named_parameters()}
+    return {
+        norm: plain_awq(
+            [named[path] for path in readers(norm)], inputs[readers(norm)[0]], 4, GROUP
+        )
+        for norm in NORMS
+    }
+
+
+def check_chosen(scales, candidates):
+    """The scales are a candidate, and no other has an error that is clearly less.
+
+    The largest weight of a group is as near to two codes: the last bit of a sum decides
+    which one it gets, and moves errors by some percent.
+    """
+    (error,) = [e for e, x in candidates if np.allclose(scales, x, rtol=1e-4)]
+    assert error < 1.1 * min(e for e, _ in candidates)
+
+
 def errors_of(folder, params, rows):
     """How far the logits of a quantized model are from those of plain weights."""
     model = hf.load_as_stored(folder)
@@ -210,8 +314,13 @@ def errors_of(folder, params, rows):
 
 
 def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
-    """By both methods with equal bytes; what is not rounded stays to the bit."""
+    """By all methods with equal bytes; what is not rounded stays to the bit.
+
+    But for the norms of awq, which take the scales of the layers that read them: some
+    inputs are large here, as those of large models are.
+    """
     folder = model_folder(tmp_path)
+    enlarge_inputs(folder)
     lines = [
         {"text": " ".join(f"w{(i * j) % 40}" for j in range(12))} for i in range(9)
     ]
@@ -222,13 +331,19 @@ def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
     assert "left as they are: lm_head" in done.output
     assert "6 of 6 rows seen" in done.output
     run("quantize", folder, "--output", tmp_path / "rtn", "--method", "rtn", *common)
+    awq = run(
+        "quantize", folder, "--output", tmp_path / "awq", "--method", "awq",
+        *seen, *common,
+    )  # fmt: skip
+    assert f"{NORMS[0]} takes the scales of 3 layers" in awq.output
     plain = hf.load(folder)
     files, weights = plain.open_weights()
     with files:
         params = {name: np.array(weights.whole(name)) for name in plain.specs}
     rows = calibration_rows(plain, hf.records(data), samples=6, length=LENGTH)
     sizes, errors = [], []
-    for method in ("gptq", "rtn"):
+    scales = scales_by_torch(folder, rows)
+    for method in ("gptq", "awq", "rtn"):
         made = tmp_path / method
         tensors = load_file(made / "model.safetensors")
         sizes.append((made / "model.safetensors").stat().st_size)
@@ -239,6 +354,9 @@ def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
                 found = np.array(weights.whole(name))
                 rounded = name in LAYERS
                 wanted = rounded_by_hand(tensors, name, 4) if rounded else params[name]
+                if method == "awq" and name in scales:
+                    check_chosen(params[name] / found, scales[name])
+                    continue
                 np.testing.assert_array_equal(found, wanted)
                 if rounded and method == "rtn":
                     by_hand = nearest(params[name], Grid(4, GROUP, "float32"))
@@ -247,10 +365,11 @@ def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
         errors.append(errors_of(made, params, rows))
         names = {path.name for path in made.iterdir()}
         assert {"tokenizer.json", "chat_template.jinja", "config.json"} <= names
-    assert sizes[0] == sizes[1]
-    assert errors[0] < 0.9 * errors[1]
+    assert sizes[0] == sizes[1] == sizes[2]
+    by_gptq, by_awq, by_rtn = errors
+    assert by_gptq < 0.9 * by_rtn and by_awq < 0.3 * by_rtn
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"model", "data.jsonl", "gptq", "rtn"}
+    assert left == {"model", "data.jsonl", "gptq", "awq", "rtn"}
 
 
 @pytest.mark.parametrize("name", ["tied", "experts"])
@@ -315,8 +434,9 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         "rows longer than the model": command(
             folder, "--data", data, "--sequence-length", 64
         ),
+        "awq without texts": command(folder, "--method", "awq"),
         "a method of another library": lambda: hf.quantize(
-            model, output, method="awq", group_size=GROUP
+            model, output, method="hqq", group_size=GROUP
         ),
     }
     golden.check("quantize.txt", refusals(mistakes, tmp_path))

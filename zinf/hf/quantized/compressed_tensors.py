@@ -30,7 +30,7 @@ from zinf.hf.quantized.packed import (
     rows_of_part,
     unpacked,
 )
-from zinf.hf.quantized.rounding import Rounded
+from zinf.hf.quantized.rounding import Grid, Rounded
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
 BITS = (2, 4, 8)
@@ -73,16 +73,12 @@ def section_of(bits: int, group: int, left_out: Sequence[str]) -> dict[str, Any]
     }
 
 
-def parts_of(rounded: Rounded, bits: int, dtype: str) -> dict[str, np.ndarray]:
-    """What a file has of a rounded weight, by the ends of the names.
-
-    Args:
-        dtype: of the scales, which lose nothing in it.
-    """
-    codes = (rounded.codes.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint8)
+def parts_of(rounded: Rounded, grid: Grid) -> dict[str, np.ndarray]:
+    """What a file has of a rounded weight, by the ends of the names."""
+    codes = (rounded.codes.astype(np.int16) - grid.low).astype(np.uint8)
     return {
-        PACKED: packed_words(codes, bits),
-        SCALE: rounded.scales.astype(numpy_dtype(dtype)),
+        PACKED: packed_words(codes, grid.bits),
+        SCALE: rounded.scales.astype(numpy_dtype(grid.dtype)),
         SHAPE: np.array(rounded.codes.shape, np.int64),
     }
 

@@ -39,14 +39,16 @@ class Grid:
         """The smallest code; the largest one is `-low - 1`."""
         return -(2 ** (self.bits - 1))
 
-    def scales(self, rows: np.ndarray) -> np.ndarray:
+    def scales(self, rows: np.ndarray, shrink: float = 1.0) -> np.ndarray:
         """The scale of each output, float32 [outputs], a value of `dtype`.
 
         Args:
             rows: the weights of a group, float32 [inputs, outputs].
+            shrink: share of the largest weight that has the largest code.
         """
         dtype = numpy_dtype(self.dtype)
-        largest = np.abs(rows).max(axis=0) / np.float32(-self.low - 0.5)
+        largest = np.abs(rows).max(axis=0) * np.float32(shrink)
+        largest /= np.float32(-self.low - 0.5)
         scales = largest.astype(dtype).astype(np.float32)
         least = np.float32(ml_dtypes.finfo(dtype).eps)
         return np.where(scales > 0, scales, least)
@@ -70,6 +72,20 @@ class Rounded:
     scales: np.ndarray
     damping: float = 0.0
 
+    @classmethod
+    def of_rows(
+        cls, codes: np.ndarray, scales: np.ndarray, damping: float = 0.0
+    ) -> "Rounded":
+        """From codes [inputs, outputs] and scales [groups, outputs]."""
+        whole = np.ascontiguousarray(codes.T.astype(np.int8))
+        return cls(whole, np.ascontiguousarray(scales.T), damping)
+
+    @property
+    def plain(self) -> np.ndarray:
+        """The rounded weight as numbers, float32 [outputs, inputs]."""
+        group = self.codes.shape[1] // self.scales.shape[1]
+        return self.codes * np.repeat(self.scales, group, axis=1)
+
 
 def nearest(weight: np.ndarray, grid: Grid) -> Rounded:
     """Each number of a weight rounded to the nearest code.
@@ -80,7 +96,7 @@ def nearest(weight: np.ndarray, grid: Grid) -> Rounded:
     rows = weight.T.reshape(-1, grid.group, weight.shape[0])
     scales = np.stack([grid.scales(group) for group in rows])
     codes = grid.codes(rows, scales[:, None]).reshape(-1, weight.shape[0])
-    return _rounded(codes, scales)
+    return Rounded.of_rows(codes, scales)
 
 
 def gptq(weight: np.ndarray, gram: np.ndarray, grid: Grid) -> Rounded:
@@ -113,7 +129,7 @@ def gptq(weight: np.ndarray, gram: np.ndarray, grid: Grid) -> Rounded:
             rows[i:stop] -= np.outer(factor[i, i:stop], error)
             errors[i - start] = error
         rows[stop:] -= factor[start:stop, stop:].T @ errors
-    return _rounded(codes, scales, damping)
+    return Rounded.of_rows(codes, scales, damping)
 
 
 def inverse_factor(gram: np.ndarray) -> tuple[np.ndarray, float]:
@@ -162,11 +178,3 @@ def _blocks(inputs: int, group: int) -> list[tuple[int, int]]:
         for start in range(0, inputs, size)
         for first in range(start, min(start + size, inputs), BLOCK)
     ]
-
-
-def _rounded(codes: np.ndarray, scales: np.ndarray, damping: float = 0.0) -> Rounded:
-    return Rounded(
-        np.ascontiguousarray(codes.T.astype(np.int8)),
-        np.ascontiguousarray(scales.T),
-        damping,
-    )
