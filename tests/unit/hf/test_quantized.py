@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: made of plain ones, and read from files of such models."""
 
 import json
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,10 @@ from zinf.adapt.blocks import OF_BITS, Encoding  # isort: skip
 from zinf.hf.quantized import plain, refusal  # isort: skip
 from zinf.hf.weights import check_dtypes, to_torch  # isort: skip
 from zinf.core.interchange.safetensors_files import SafetensorsFiles  # isort: skip
-from zinf.core.interchange.tensors import boxes  # isort: skip
+from zinf.core.interchange.tensors import AbstractTensors, boxes  # isort: skip
+from zinf.core.memory.chunk import chunk_shape  # isort: skip
 from zinf.core.plan import Link  # isort: skip
-from zinf.core.program import Role, Tier  # isort: skip
+from zinf.core.program import ArraySpec, Role, Tier  # isort: skip
 
 PROMPTS = [np.random.default_rng(0).integers(3, VOCAB, length) for length in (3, 9, 16)]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -274,6 +276,49 @@ def test_other_libraries_read_their_weights_as_zinf_does(name, tmp_path):
         np.testing.assert_array_equal(rows, found[3:30])
         rows = weights.read("layer.weight", ((7, 8), (5, 20)))
         np.testing.assert_array_equal(rows, found[7:8, 5:20])
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_parts_of_weights_with_inputs_first_take_no_more_than_is_counted(method):
+    """Rows of outputs, of words of all outputs: equal to the rows of a whole read."""
+    inputs, outputs = 2048, 4096
+    draw = np.random.default_rng(0).integers
+    shape = (inputs // 8, outputs) if method == "gptq" else (inputs, outputs // 8)
+    groups = inputs // 128
+    named = {
+        "qweight": draw(0, 2**31, shape, np.int32),
+        "qzeros": draw(0, 2**31, (groups, outputs // 8), np.int32),
+        "scales": np.ones((groups, outputs), np.float16),
+    }
+    files = InMemory({f"layer.{name}": x for name, x in named.items()})
+    weights = plain(files, {"quant_method": method, "bits": 4})
+    name, (rows, _) = "layer.weight", weights.block("layer.weight")
+    assert rows < outputs and rows % 8 == 0
+    whole = weights.read(name, ((0, outputs), (0, inputs)))
+    weights.read(name, ((0, 8), (0, inputs)))  # What is imported at the first call.
+    tracemalloc.start()
+    part = weights.read(name, ((rows, 2 * rows), (0, inputs)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak <= weights.copies_of(name) * part.nbytes
+    np.testing.assert_array_equal(part, whole[rows : 2 * rows])
+
+
+class InMemory(AbstractTensors):
+    """Arrays as the tensors of files, which are read by copying."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self.specs = {
+            name: ArraySpec(x.shape, x.dtype.name, x.itemsize)
+            for name, x in arrays.items()
+        }
+
+    def block(self, name):
+        return chunk_shape(self.specs[name])
+
+    def read(self, name, box):
+        return self.arrays[name][tuple(slice(*edges) for edges in box)].copy()
 
 
 BY_ROWS = ("compressed-tensors", "bitsandbytes")

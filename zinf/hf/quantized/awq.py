@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from zinf.core.interchange.tensors import AbstractTensors
-from zinf.hf.quantized.by_inputs import QWEIGHT, ByInputs, check_groups, names_of
-from zinf.hf.quantized.packed import WORD, float32, read_whole, unpacked
+from zinf.hf.quantized.by_inputs import (
+    QWEIGHT,
+    ByInputs,
+    Edges,
+    by_outputs,
+    check_groups,
+    names_of,
+)
+from zinf.hf.quantized.packed import WORD, float32, read_whole
 
 BITS = 4
 # The place in a word of each of eight outputs.
@@ -42,14 +49,13 @@ def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Awq"]
 class Awq(ByInputs):
     """A weight of one `NAME.qweight` [inputs, outputs / 8]."""
 
-    def codes(self, files: AbstractTensors, start: int, stop: int) -> np.ndarray:
+    def codes(
+        self, files: AbstractTensors, inputs: Edges, outputs: Edges
+    ) -> np.ndarray:
         width = files.specs[self.parts[0]].shape[1]
-        return _in_order(files.read(self.parts[0], ((start, stop), (0, width))))
+        words = files.read(self.parts[0], (inputs, (0, width)))
+        return by_outputs(words, BITS, outputs, ORDER)
 
-    def zeros(self, files: AbstractTensors) -> np.ndarray:
-        return _in_order(read_whole(files, self.qzeros)).astype(np.float32)
-
-
-def _in_order(words: np.ndarray) -> np.ndarray:
-    codes = unpacked(words, BITS).reshape(*words.shape, len(ORDER))
-    return codes[..., ORDER].reshape(words.shape[0], -1)
+    def zeros(self, files: AbstractTensors, outputs: Edges) -> np.ndarray:
+        words = read_whole(files, self.qzeros)
+        return by_outputs(words, BITS, outputs, ORDER).astype(np.float32)

@@ -8,17 +8,26 @@ GPTQ's and AWQ's files hold for `NAME.weight` [outputs, inputs]
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.sharding import Box
-from zinf.hf.quantized.packed import WORD, Packed, check_shape, read_floats
+from zinf.hf.quantized.packed import (
+    WORD,
+    Packed,
+    check_shape,
+    read_whole,
+    rows_of_part,
+    unpacked,
+)
 
 QWEIGHT, QZEROS, SCALES, WEIGHT = ".qweight", ".qzeros", ".scales", ".weight"
 # Inputs that are unpacked at once: a multiple of what a word holds.
 SLAB = 512
+Edges = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -35,33 +44,39 @@ class ByInputs(Packed):
 
     @property
     def copies(self) -> int:
-        # The weight, and a slab of inputs as codes and as numbers.
-        return 2
+        # The part, a slab of inputs as words of all outputs and as numbers of some, and
+        # scales and zeros.
+        return 3
 
     def block(self, files: AbstractTensors) -> tuple[int, ...]:
-        return self.spec.shape
+        outputs, inputs = self.spec.shape
+        rows = rows_of_part(files, self.parts[0], self.spec)
+        return (min(rows - rows % WORD or WORD, outputs), inputs)
 
     @abstractmethod
-    def codes(self, files: AbstractTensors, start: int, stop: int) -> np.ndarray:
-        """The codes of some inputs, uint8 [inputs, outputs]."""
+    def codes(
+        self, files: AbstractTensors, inputs: Edges, outputs: Edges
+    ) -> np.ndarray:
+        """Some codes, uint8 [inputs, outputs]; inputs begin and end with a word."""
 
     @abstractmethod
-    def zeros(self, files: AbstractTensors) -> np.ndarray:
-        """The code of 0, float32 [groups, outputs]."""
+    def zeros(self, files: AbstractTensors, outputs: Edges) -> np.ndarray:
+        """The code of 0 of some outputs, float32 [groups, outputs]."""
 
     def groups(self, files: AbstractTensors) -> np.ndarray:
         """The group of each input."""
         return np.arange(self.spec.shape[1]) // self.group
 
     def read(self, files: AbstractTensors, box: Box) -> np.ndarray:
-        (low, high), (first, last) = box
-        scales = read_floats(files, self.scales)[:, low:high]
-        zeros = self.zeros(files)[:, low:high]
-        groups = self.groups(files)
-        found = np.empty((high - low, last - first), np.float32)
+        outputs, (first, last) = box
+        # The words of all outputs are read, and those of some are unpacked.
+        scales = read_whole(files, self.scales)[:, slice(*outputs)].astype(np.float32)
+        zeros, groups = self.zeros(files, outputs), self.groups(files)
+        found = np.empty((outputs[1] - outputs[0], last - first), np.float32)
         for start in range(first - first % SLAB, last, SLAB):
             stop = min(start + SLAB, self.spec.shape[1])
-            values = self.codes(files, start, stop)[:, low:high].astype(np.float32)
+            codes = self.codes(files, (start, stop), outputs)
+            values = codes.astype(np.float32)
             values -= zeros[groups[start:stop]]
             values *= scales[groups[start:stop]]
             begin, end = max(start, first), min(stop, last)
@@ -99,3 +114,21 @@ def check_groups(
     check_shape(files, scales, (groups, outputs), of=qweight)
     check_shape(files, zeros, (groups, outputs * bits // WORD), of=qweight)
     return -(-inputs // groups)
+
+
+def by_outputs(
+    words: np.ndarray, bits: int, outputs: Edges, order: Sequence[int] | None = None
+) -> np.ndarray:
+    """The codes of some outputs, of words along outputs: uint8 [rows, outputs].
+
+    Args:
+        words: int32 [rows, words].
+        order: the place in a word of each of its outputs; None: as they come.
+    """
+    count = WORD // bits
+    low, high = outputs[0] // count, -(-outputs[1] // count)
+    codes = unpacked(np.ascontiguousarray(words[:, low:high]), bits)
+    if order is not None:
+        codes = codes.reshape(len(words), -1, count)[..., order]
+    codes = codes.reshape(len(words), -1)
+    return codes[:, outputs[0] - low * count : outputs[1] - low * count]

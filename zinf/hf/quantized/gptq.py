@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 from zinf.core.interchange.tensors import AbstractTensors
-from zinf.hf.quantized.by_inputs import QWEIGHT, ByInputs, check_groups, names_of
+from zinf.hf.quantized.by_inputs import (
+    QWEIGHT,
+    ByInputs,
+    Edges,
+    by_outputs,
+    check_groups,
+    names_of,
+)
 from zinf.hf.quantized.packed import (
     WORD,
     check_shape,
@@ -59,15 +66,18 @@ class Gptq(ByInputs):
 
     more: int
 
-    def codes(self, files: AbstractTensors, start: int, stop: int) -> np.ndarray:
-        each, outputs = WORD // self.bits, self.spec.shape[0]
+    def codes(
+        self, files: AbstractTensors, inputs: Edges, outputs: Edges
+    ) -> np.ndarray:
+        each, (start, stop) = WORD // self.bits, inputs
         rows = (start // each, -(-stop // each))
-        words = files.read(self.parts[0], (rows, (0, outputs)))
-        codes = unpacked(np.ascontiguousarray(words.T), self.bits)
-        return codes.T[: stop - start]
+        words = files.read(self.parts[0], (rows, (0, self.spec.shape[0])))
+        some = np.ascontiguousarray(words[:, slice(*outputs)].T)
+        return unpacked(some, self.bits).T[: stop - start]
 
-    def zeros(self, files: AbstractTensors) -> np.ndarray:
-        codes = unpacked(read_whole(files, self.qzeros), self.bits).astype(np.int32)
+    def zeros(self, files: AbstractTensors, outputs: Edges) -> np.ndarray:
+        words = read_whole(files, self.qzeros)
+        codes = by_outputs(words, self.bits, outputs).astype(np.int32)
         # 15 and 1 more are 0 again, as the programs that read this form have it.
         return ((codes + self.more) & (2**self.bits - 1)).astype(np.float32)
 
