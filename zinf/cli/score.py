@@ -43,6 +43,8 @@ def write_scores(
         StorageError: another command writes to the output.
     """
     check_output(output, data, "the file of --data")
+    if any(hf.has_images(line) for line, _ in hf.records(data)):
+        asked["images_from"] = data.parent
     with hf.open_scorer(name, config, **asked) as reader:
         lines, read = _read(reader, data)
         columns = [reader.columns(each) for each in read]

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from zinf.hf.rating import is_reward_model as is_reward_model
     from zinf.hf.rating import rate as rate
     from zinf.hf.reader import AbstractReader as AbstractReader
+    from zinf.hf.records import has_images as has_images
     from zinf.hf.records import records as records
     from zinf.hf.samples import Tokenizing as Tokenizing
     from zinf.hf.scoring import open_scorer as open_scorer

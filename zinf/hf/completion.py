@@ -93,13 +93,16 @@ def _settings(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
     return settings | {n: value for n, value in given.items() if value is not None}
 
 
-def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndarray:
+def prompt_tokens(
+    model: Model, line: Any, where: str, *, chat: bool, tokenizer: Any = None
+) -> np.ndarray:
     """The tokens of a prompt.
 
     Args:
         line: an object with `prompt` or `messages`.
         where: for messages of errors.
         chat: lay out a `prompt` as what a user says, by the chat template.
+        tokenizer: one that lays out images too; None: that of the model, for text.
 
     Raises:
         ValueError: the line has none of these fields, or the prompt is empty, or the
@@ -110,8 +113,9 @@ def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndar
         if isinstance(line, Mapping):
             found = ", ".join(map(str, line)) or "nothing"
         raise ValueError(f"{where}: a line must have {PROMPTS}; found {found}.")
-    refuse_images(line, where)
-    tokenizer = model.tokenizer
+    if tokenizer is None:
+        refuse_images(line, where)
+        tokenizer = model.tokenizer
     if "messages" in line or chat:
         messages = line.get("messages")
         if messages is None:

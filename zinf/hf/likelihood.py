@@ -14,7 +14,7 @@ import numpy as np
 
 from zinf.core.problem.cross_entropy import cross_entropy
 from zinf.hf.model import Model, Params
-from zinf.hf.prefill import Prefill, Row
+from zinf.hf.prefill import AbstractRowBeside, Prefill, Row
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class Request:
     Attributes:
         tokens: at least two.
         num_scored: fewer than there are tokens: nothing predicts the first one.
+        beside: what is read beside the tokens, such as images.
     """
 
     tokens: tuple[int, ...]
     num_scored: int
+    beside: AbstractRowBeside | None = None
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,16 @@ class TokenScores:
 
         Args:
             batch: `input_ids` and `labels`, int32 (B, T); `last` (B,), the position of
-                the last token, and `candidates` (B, K), what may follow it.
+                the last token, and `candidates` (B, K), what may follow it; maybe the
+                leaves of images.
 
         Returns:
             for labels, `log_probabilities` float32 (B, T) and `are_likeliest`; for what
             follows the last token, `of_candidates` float32 (B, K) and `likeliest` (B,).
         """
-        tokens = {"input_ids": batch["input_ids"]}
-        logits = self.model.logits(params, tokens).astype(jnp.float32)
+        names = ("input_ids", *self.model.image_leaves)
+        read = {name: batch[name] for name in names if name in batch}
+        logits = self.model.logits(params, read).astype(jnp.float32)
         last = batch["last"][:, None, None]
         following = jnp.take_along_axis(logits, last, axis=1)[:, 0]
         of_all = jax.nn.log_softmax(following, axis=-1)
@@ -80,11 +84,11 @@ def scored(prefill: Prefill, requests: Sequence[Request]) -> list[Score]:
         prefill: of `TokenScores`.
     """
     # The requests of each row, by what all of them begin with, and then by last token.
-    shared: dict[tuple[int, ...], dict[int, list[int]]] = {}
+    shared: dict[tuple[Any, ...], dict[int, list[int]]] = {}
     for number, request in enumerate(requests):
-        candidates = shared.setdefault(request.tokens[:-1], {})
+        candidates = shared.setdefault((request.tokens[:-1], request.beside), {})
         candidates.setdefault(request.tokens[-1], []).append(number)
-    rows = [_row(tokens, list(of)) for tokens, of in shared.items()]
+    rows = [_row(*read, list(of)) for read, of in shared.items()]
     scores = [Score(0.0, False)] * len(requests)
     for candidates, found in zip(shared.values(), prefill.run(rows), strict=True):
         for place, (token, numbers) in enumerate(candidates.items()):
@@ -105,7 +109,11 @@ def _inner(request: Request) -> slice:
     return slice(end + 1 - request.num_scored, end)
 
 
-def _row(tokens: Sequence[int], candidates: Sequence[int]) -> Row:
+def _row(
+    tokens: Sequence[int],
+    beside: AbstractRowBeside | None,
+    candidates: Sequence[int],
+) -> Row:
     # Few numbers of candidates, as each is a shape to compile for.
     width = 1 << (len(candidates) - 1).bit_length()
     filled = [*candidates, *[candidates[0]] * (width - len(candidates))]
@@ -113,4 +121,4 @@ def _row(tokens: Sequence[int], candidates: Sequence[int]) -> Row:
         "last": np.asarray(len(tokens) - 1, np.int32),
         "candidates": np.asarray(filled, np.int32),
     }
-    return Row({"input_ids": tokens, "labels": [*tokens[1:], 0]}, more)
+    return Row({"input_ids": tokens, "labels": [*tokens[1:], 0]}, more, beside)

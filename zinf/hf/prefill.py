@@ -4,6 +4,7 @@ That is all that scores, classes and vectors need: the model writes nothing. A r
 in a shape that its own length chooses, so its numbers do not depend on the other rows.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,24 @@ FEWEST, MOST = 8, 256
 WORTHWHILE = 1.1
 
 
+class AbstractRowBeside(ABC):
+    """What a function reads beside the tokens of a row, made when the row runs."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Rows run in one batch if this is equal, and their numbers of tokens."""
+
+    @abstractmethod
+    def arrays(self, tokens: Sequence[int], length: int) -> Mapping[str, np.ndarray]:
+        """Arrays of a row by name.
+
+        Args:
+            tokens: `input_ids` of the row.
+            length: the number of tokens that the row is filled up to.
+        """
+
+
 @dataclass(frozen=True)
 class Row:
     """The input of a function for one text: tokens, and other arrays.
@@ -35,14 +54,29 @@ class Row:
     Attributes:
         tokens: whole numbers, one a token, by name; all are as long.
         more: other arrays by name, which become a dim of the batch smaller.
+        beside: makes further ones.
     """
 
     tokens: Mapping[str, Sequence[int]]
     more: Mapping[str, np.ndarray] = field(default_factory=dict)
+    beside: AbstractRowBeside | None = None
 
     @property
     def length(self) -> int:
         return max(map(len, self.tokens.values()))
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes of the arrays beside tokens."""
+        beside = () if self.beside is None else self.beside.shape
+        return beside, *sorted((name, x.shape) for name, x in self.more.items())
+
+    def arrays(self, length: int) -> dict[str, np.ndarray]:
+        """The arrays beside tokens, of a row of so many tokens."""
+        found = dict(self.more)
+        if self.beside is not None:
+            found |= self.beside.arrays(self.tokens["input_ids"], length)
+        return found
 
 
 class Prefill:
@@ -119,8 +153,7 @@ class Prefill:
         """The function's outputs for each row, in the order of the rows."""
         groups: dict[tuple, list[int]] = defaultdict(list)
         for number, row in enumerate(rows):
-            shapes = sorted((name, x.shape) for name, x in row.more.items())
-            groups[self.bucket(row.length), *shapes].append(number)
+            groups[self.bucket(row.length), *row.shapes].append(number)
         found: list[Any] = [None] * len(rows)
         # The longest first, as the engine is opened for them.
         for shape in sorted(groups, reverse=True):
@@ -173,5 +206,6 @@ class Prefill:
             batch[name] = np.full((count, length), fill, np.int32)
             for place, row in enumerate(whole):
                 batch[name][place, : len(row.tokens[name])] = row.tokens[name]
-        more = {name: np.stack([r.more[name] for r in whole]) for name in rows[0].more}
-        return batch | more
+        made = [row.arrays(length) for row in rows]
+        made += made[:1] * (count - len(rows))
+        return batch | {name: np.stack([x[name] for x in made]) for name in made[0]}

@@ -1,7 +1,8 @@
 """Scores of lines: log-likelihoods, the best of some choices, and classes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from zinf.hf.batch import IGNORED
 from zinf.hf.completion import prompt_tokens
 from zinf.hf.folder import find_folder
 from zinf.hf.heads import HeadModel, load_head
+from zinf.hf.images.model import ImageModel, load_with_images
+from zinf.hf.images.reader import ImageReader
+from zinf.hf.images.rows import ImagesBeside
 from zinf.hf.likelihood import Request, TokenScores, scored
 from zinf.hf.model import Model, in_stored_precision, load_as_stored
 from zinf.hf.module import read_config
 from zinf.hf.prefill import Prefill, Row
 from zinf.hf.reader import AbstractReader, Limit, as_object, check_text, missing
-from zinf.hf.records import standard, tools_of, with_content
+from zinf.hf.records import has_images, standard, tools_of, with_content
 from zinf.hf.samples import Tokenizing, TooLong
 from zinf.hf.texts import text_ids
 
@@ -57,6 +61,8 @@ def score(
     * `messages`: the last one, of the assistant, is scored as the chat template has it.
     * `prompt` (or `messages` that end with the user) and `choices`, a list of texts.
 
+    Conversations may have images, as for fine-tuning, if the model reads them.
+
     Nothing is added behind a text or a completion, such as a token that ends texts. Of
     a classifier a line has `text`, maybe `text_pair`, or `messages`.
 
@@ -82,7 +88,9 @@ def score(
             causal language model nor a classifier of texts.
         InfeasibleError: the budgets have no room for the weights.
     """
-    rest = {"choices": choices, "chat": chat, "base": base}
+    rest: dict[str, Any] = {"choices": choices, "chat": chat, "base": base}
+    if any(map(has_images, lines)):
+        rest["images_from"] = Path()
     limits = {"max_length": max_length, "too_long": too_long}
     with open_scorer(model, config, **rest, **limits) as reader:
         asked = [reader.read(line, f"line {i}") for i, line in enumerate(lines, 1)]
@@ -99,8 +107,18 @@ def open_scorer(
     max_length: int | None = None,
     too_long: TooLong = "error",
     base: str | Path | None = None,
+    images_from: Path | None = None,
 ) -> AbstractReader:
-    """What scores lines with a model; see `score`. It is a context manager."""
+    """What scores lines with a model; see `score`. It is a context manager.
+
+    Args:
+        images_from: lines may have images, and paths of those begin in this folder;
+            None: lines have text alone.
+    """
+    if images_from is not None:
+        seeing = in_stored_precision(load_with_images(name, base=base))
+        limit = Limit.of(seeing, max_length, too_long)
+        return ImageScorer(seeing, config, limit, choices, images_from, chat=chat)
     folder = find_folder(name)
     kinds: list[str] = []
     # An adapter is of a language model; its base is looked at when that is loaded.
@@ -143,6 +161,9 @@ class Asked:
 class Scorer(AbstractReader):
     """Log-likelihoods by a causal language model."""
 
+    # Lays out conversations with images; None: there are none.
+    _layout: Any = None
+
     def __init__(
         self,
         model: Model,
@@ -162,8 +183,8 @@ class Scorer(AbstractReader):
         self._how = Tokenizing.of(model, **given, completion_only=True)
 
     def read(self, line: Any, where: str) -> Asked:
-        line = as_object(line, where, OF_TEXTS)
-        has_template = bool(self.model.tokenizer.chat_template)
+        line, tokenizer = as_object(line, where, OF_TEXTS), self.model.tokenizer
+        has_template = bool(tokenizer.chat_template)
         line = standard(line, where, has_template=has_template)
         choices = line.get("choices", self._choices)
         if choices:
@@ -177,9 +198,7 @@ class Scorer(AbstractReader):
             text = check_text(line["completion"], "completion", where)
             context, end = self._prompt(line, where), self._ids(text)
         elif "text" in line:
-            ids = text_ids(
-                self.model.tokenizer, check_text(line["text"], "text", where)
-            )
+            ids = text_ids(tokenizer, check_text(line["text"], "text", where))
             context, end = ids[:1], ids[1:]
         else:
             raise missing(line, where, OF_TEXTS)
@@ -250,7 +269,8 @@ class Scorer(AbstractReader):
         )
 
     def _prompt(self, line: Mapping[str, Any], where: str) -> list[int]:
-        return prompt_tokens(self.model, line, where, chat=self._chat).tolist()
+        given = {"chat": self._chat, "tokenizer": self._layout}
+        return prompt_tokens(self.model, line, where, **given).tolist()
 
     def _ids(self, text: str) -> list[int]:
         return self.model.tokenizer(text, add_special_tokens=False).input_ids
@@ -279,6 +299,50 @@ class Scorer(AbstractReader):
                 f"{where}: the last answer has no token that follows others."
             )
         return ids[: places[0]], ids[places[0] : places[-1] + 1]
+
+
+class ImageScorer(Scorer):
+    """Log-likelihoods by a model that reads images beside text.
+
+    Args:
+        folder: from which paths of images begin.
+
+    Raises:
+        ValueError: lines would be cut, and with them images.
+    """
+
+    def __init__(
+        self,
+        model: ImageModel,
+        config: ConfigSource,
+        limit: Limit,
+        choices: Sequence[str],
+        folder: Path,
+        *,
+        chat: bool,
+    ) -> None:
+        if limit.too_long == "truncate":
+            raise ValueError(
+                "too_long (--too-long) is truncate, and the lines have images, which "
+                "would lose tokens. Set it to error or drop."
+            )
+        super().__init__(model, config, limit, choices, chat=chat)
+        self._reader, self._folder = ImageReader(model), folder
+
+    def read(self, line: Any, where: str) -> Asked:
+        line = as_object(line, where, OF_TEXTS)
+        line, images, seen = self._reader.read(line, where, self._folder)
+        one = copy(self)
+        one._layout = self._reader.layout(seen)
+        one._how = replace(self._how, tokenizer=one._layout)
+        asked = Scorer.read(one, line, where)
+        if not images or not asked.requests:
+            return asked
+        ids = np.array(asked.requests[0].tokens, np.int32)
+        count = len(self._reader.row(seen, ids, where)["pixel_values"])
+        beside = ImagesBeside(self._reader, images, count, where)
+        requests = tuple(replace(x, beside=beside) for x in asked.requests)
+        return replace(asked, requests=requests)
 
 
 class Classifier(AbstractReader):

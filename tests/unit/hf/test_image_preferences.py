@@ -1,5 +1,6 @@
-"""Preferences about images: losses and scores of torch, and rows of the files."""
+"""Answers about images, compared: preferences, rewards and likelihoods."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -38,6 +39,7 @@ import transformers  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.core.config import Config  # isort: skip
 from zinf.hf.images.model import load_head_with_images  # isort: skip
+from zinf.hf.images.reader import ImageReader  # isort: skip
 from zinf.hf.images.sources import opened  # isort: skip
 from zinf.hf.objectives.reward import rated_losses  # isort: skip
 
@@ -229,3 +231,48 @@ def wanted_dpo(reference, trained, folder, data, beta=0.1):
             gains.append(sums[0] - sums[1])
         losses.append(np.logaddexp(0, -beta * (gains[0] - gains[1])))
     return np.mean(losses)
+
+
+def likelihood(torch_model, processor, messages, images, num_scored):
+    """The log-likelihood of the last tokens of a conversation, by `transformers`."""
+    text = processor.apply_chat_template(messages)
+    pictures = {"images": [images]} if images else {}
+    given = dict(processor(text=[text], return_tensors="pt", **pictures))
+    ids = given.pop("input_ids").numpy()
+    labels = np.full_like(ids, hf.IGNORED)
+    labels[:, -num_scored:] = ids[:, -num_scored:]
+    with torch.no_grad():
+        seeing = TorchWith(torch_model, given)
+        return torch_log_probabilities(seeing, ids, labels).item()
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "idefics3"])
+def test_the_command_scores_answers_about_images(name, tmp_path):
+    folder = model_folder(name, tmp_path / "model")
+    images = [picture(0), picture(1, 12, 12)]
+    for i, image in enumerate(images):
+        image.save(tmp_path / f"{i}.png")
+    place, text = {"type": "image"}, {"type": "text", "text": "w1"}
+    contents = [[place, text], [place, text, place], [text]]
+    shown = [images[:1], images, []]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "w2 w3"}]}
+    talks = [[{"role": "user", "content": c}, answer] for c in contents]
+    lines = [
+        {"messages": t, "images": [f"{i}.png" for i in range(len(x))]}
+        for t, x in zip(talks, shown, strict=True)
+    ]
+    asked = {"messages": talks[0][:1], "images": ["0.png"], "choices": ["w2", "w3 w4"]}
+    data = write(tmp_path / "lines.jsonl", [*lines, asked])
+    output = tmp_path / "scores.jsonl"
+    run("score", folder, "--data", data, "--output", output)
+    *found, chosen = map(json.loads, output.read_text().splitlines())
+    processor = ImageReader(hf.load_with_images(folder)).processor
+    rest = reloaded(folder), processor
+    # The template ends an answer with </s>.
+    wanted = [likelihood(*rest, t, x, 3) for t, x in zip(talks, shown, strict=True)]
+    assert [x["log_likelihood"] for x in found] == pytest.approx(wanted, rel=1e-5)
+    assert [x["num_tokens"] for x in found] == [3] * 3
+    # A choice has no end: what follows the prompt is scored as it is.
+    assert len(chosen["log_likelihoods"]) == 2 and chosen["best"] in asked["choices"]
+    with pytest.raises(ValueError, match="would lose tokens"):
+        hf.score(folder, lines, too_long="truncate")

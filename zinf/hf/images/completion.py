@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.hf.completion import prompt_tokens
 from zinf.hf.decoder import AbstractBeside
 from zinf.hf.engine import ModelEngine, decoder_for
 from zinf.hf.images.model import FEATURES, ImageModel
 from zinf.hf.images.patches import PLACES
 from zinf.hf.images.reader import ImageReader
-from zinf.hf.images.sources import content_of
-from zinf.hf.template import apply_template
 from zinf.inference import Decoder
 
 
@@ -45,17 +44,12 @@ def image_prompt(model: ImageModel, text: str, images: Sequence[Path]) -> ImageP
             "in a text. Put chat_template.jinja of the model beside its tokenizer."
         )
     where = "--image"
-    contents = [content_of(str(x), Path(), f"{where} {x}") for x in images]
-    seen = reader.see(contents, where)
-    parts = [*[{"type": "image"}] * len(contents), {"type": "text", "text": text}]
-    messages = [{"role": "user", "content": parts}]
-    try:
-        laid = apply_template(reader.layout(seen), messages, add_generation_prompt=True)
-    except Exception as error:  # A template is a program, and raises what it likes.
-        raise ValueError(
-            f"The chat template of {model.name} refuses the prompt: {error}"
-        ) from error
-    tokens = np.array(laid["input_ids"], np.int32)
+    parts = [*({"type": "image", "path": str(x)} for x in images)]
+    parts.append({"type": "text", "text": text})
+    line = {"messages": [{"role": "user", "content": parts}]}
+    line, _, seen = reader.read(line, where, Path())
+    given = {"chat": True, "tokenizer": reader.layout(seen)}
+    tokens = prompt_tokens(model, line, where, **given)
     return ImagePrompt(tokens, reader.row(seen, tokens, where))
 
 

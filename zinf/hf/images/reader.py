@@ -4,6 +4,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers.models.auto.processing_auto import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zinf.hf.images.model import ImageModel
-from zinf.hf.images.sources import opened
+from zinf.hf.images.sources import content_of, in_parts, opened
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -114,6 +115,24 @@ class ImageReader:
                 f"{type(error).__name__}: {error}"
             ) from error
         return Seen(dict(leaves), tuple(replacements))
+
+    def read(
+        self, line: Any, where: str, folder: Path | None
+    ) -> tuple[Any, tuple[bytes, ...], Seen]:
+        """A record in parts, the bytes of its images, and the images.
+
+        Args:
+            folder: from which paths of images begin.
+
+        Raises:
+            ValueError: see `in_parts`, `content_of` and `see`.
+        """
+        line, sources = in_parts(line, where)
+        images = tuple(
+            content_of(x, folder, f"{where}, image {n}")
+            for n, x in enumerate(sources, 1)
+        )
+        return line, images, self.see(images, where)
 
     def layout(self, seen: Seen) -> "Layout":
         return Layout(self, seen)

@@ -14,7 +14,7 @@ from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.images.model import ImageModel
 from zinf.hf.images.reader import ImageReader
-from zinf.hf.images.sources import content_of, in_parts, path_of, sources_of
+from zinf.hf.images.sources import path_of, sources_of
 from zinf.hf.model import Model
 from zinf.hf.objectives.reward import RatedTokenizing
 from zinf.hf.pairs import PairTokenizing
@@ -89,12 +89,7 @@ class ImageTokenizing(Tokenizing):
             ValueError: an image is missing or cannot be read, or has no place in the
                 text; the processor is of another model; or see `Tokenizing.read`.
         """
-        line, sources = in_parts(line, where)
-        images = tuple(
-            content_of(x, folder, f"{where}, image {n}")
-            for n, x in enumerate(sources, 1)
-        )
-        seen = self.reader.see(images, where)
+        line, images, seen = self.reader.read(line, where, folder)
         plain = replace(self, tokenizer=self.reader.layout(seen))
         reading = super(ImageTokenizing, plain).read(line, where)
         if not reading.samples:
@@ -118,6 +113,11 @@ class ImageTokenizing(Tokenizing):
                 "as an image would lose tokens: raise it, or set data.too_long to drop."
             )
         return False
+
+    def _ended(self, text: str) -> list[int]:
+        # A `Layout` begins each text anew, and this one goes on.
+        tokenizer = self.reader.processor.tokenizer
+        return self._closed(tokenizer(text, add_special_tokens=False).input_ids)
 
     @contextmanager
     def beside(self, folder: Path) -> Generator[Callable[[Any], None], None, None]:
