@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import ConfigSource, make_planner, measuring
+from zinf.core.engine.recent import SameFunction
+from zinf.core.engine.runners import OtherLoss
 from zinf.core.engine.tempered import tempered
 from zinf.core.jaxpr import passed
 from zinf.core.machine.devices import on_devices
@@ -81,6 +83,7 @@ class ModuleEngine(Engine):
     _graphdef: Any
     _module: nnx.Module | None
     _decodes: Decodes | None
+    _loss: "_Loss"
 
     def update_module(self) -> nnx.Module:
         """Write the trained parameters and the state into the module, and return it.
@@ -118,6 +121,11 @@ class ModuleEngine(Engine):
 
     def _of_params(self) -> Callable[[Callable], Callable]:
         return partial(_ModuleFunction, self._graphdef)
+
+    def _other_loss(self, loss: Callable, has_aux: bool) -> OtherLoss:
+        """A loss of the module, in the mode in which it is trained."""
+        own = replace(self._loss, loss_fn=for_training(loss), has_aux=has_aux)
+        return OtherLoss(SameFunction(loss), has_aux, own)
 
     def _token_scores(self, temperature: float) -> Callable:
         model = self._decodes
@@ -213,7 +221,7 @@ def initialize(
         group=group,
     )
     engine = ModuleEngine(measuring(planner), rng)
-    engine._graphdef, engine._module = split.graphdef, given
+    engine._graphdef, engine._module, engine._loss = split.graphdef, given, loss
     engine._decodes = shapes if isinstance(shapes, Decodes) else None
     if batch is not None:
         engine.prepare(batch)

@@ -173,7 +173,7 @@ def _moved(transfer: Transfer) -> str:
         return "parameters and state" if has_state else "parameters"
     if has_state:
         return "optimizer state"
-    if any(role.layout_role == Role.GRADIENT for role in roles):
+    if any(role.layout_role in (Role.GRADIENT, Role.SUM) for role in roles):
         return "gradients"
     if Role.CACHE in roles:
         return "caches"

@@ -154,6 +154,21 @@ def _execution(config: Settings) -> Iterator[Violation]:
         yield ("segment", "max_bytes"), f"{text} {memory.device:,} bytes."
 
 
+def _summing(config: Settings) -> Iterator[Violation]:
+    """What no gradients can be summed with over several passes."""
+    if not config.forward_backward:
+        return
+    found = {
+        "execution: offloaded": config.execution == "offloaded",
+        "OneBitAdam": config.one_bit is not None,
+        "zero_quantized_gradients": config.quantizes_gradients,
+        "fp16 or skip_nonfinite": config.may_skip,
+    }
+    for name in (name for name, is_set in found.items() if is_set):
+        text = "sums gradients of several passes, which does not work yet with"
+        yield ("forward_backward",), f"{text} {name}. Leave one of them out."
+
+
 def _training(config: Settings) -> Iterator[Violation]:
     """A schedule of unknown length or against the optimizer; choices without losses."""
     optimizer, run = config.optimizer, config.run
@@ -435,6 +450,7 @@ RULES: tuple[Callable[[Settings], Iterator[Violation]], ...] = (
     _mesh,
     _execution,
     _one_bit,
+    _summing,
     _training,
     _model,
     _lengths,

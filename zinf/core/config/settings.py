@@ -55,6 +55,11 @@ class Settings(DeepSpeedKeys):
     (offloaded); or segments streamed between tiers. auto: fused if it fits; otherwise
     streamed, or on an accelerator offloaded if that is predicted to be faster."""
 
+    forward_backward: Flag = False
+    """Keep a float32 sum of the gradients of each trained leaf, to which
+    engine.forward_backward adds and from which engine.optim_step updates. A step is one
+    of each."""
+
     skip_nonfinite: Whole = 0
     """Most steps in a row that change nothing because their loss or gradients are not
     finite; the next one is an error. 0: the first is. Updates wait for the norm of all

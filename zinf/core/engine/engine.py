@@ -30,19 +30,22 @@ from zinf.core.engine.random_key import (
     key_to_json,
     step_keys,
 )
-from zinf.core.engine.runners import Runners
+from zinf.core.engine.recent import SameFunction
+from zinf.core.engine.runners import OtherLoss, Runners
 from zinf.core.engine.scalars import Scalars
 from zinf.core.engine.state import (
     initialize_arrays,
     make_residents,
     read_leaf,
-    reset_errors,
+    set_to_zero,
     write_model_state,
 )
 from zinf.core.engine.turn import Turn
+from zinf.core.engine.verbs import Verbs
 from zinf.core.memory import Residents, Stores, close_when_dropped
 from zinf.core.optim.decision import MIXED
 from zinf.core.plan import Plan
+from zinf.core.program import Role
 from zinf.core.step.batch import (
     check_values,
 )
@@ -56,7 +59,7 @@ from zinf.distributed import Digests
 _ENGINES: WeakSet["Engine"] = WeakSet()
 
 
-class Engine(ForwardOnly):
+class Engine(ForwardOnly, Verbs):
     """Training steps on state that rests on up to three tiers.
 
     Only one thread at a time may use an engine. A call while another call runs raises
@@ -177,6 +180,8 @@ class Engine(ForwardOnly):
                 changed. All other methods raise it too.
         """
         with self._turn.of("step"):
+            if self.planner.problem.sums_gradients:
+                return self._both(batch)
             return self._step(batch)
 
     def flush(self) -> None:
@@ -438,11 +443,18 @@ class Engine(ForwardOnly):
         """Forget, every so many steps, what exchanges of gradients lost."""
         every = self.config.zero_optimization.reset_errors_every
         if every is not None and self.num_steps and self.num_steps % every == 0:
-            reset_errors(self._runners.residents)
+            set_to_zero(self._runners.residents, Role.ERROR)
+
+    def _other_loss(self, loss: Callable, has_aux: bool) -> OtherLoss:
+        return OtherLoss(SameFunction(loss), has_aux, loss)
 
     def _gradient(self, path: str) -> np.ndarray:
         check_path(self.planner, path)
         found = None
+        problem = self.planner.problem
+        if self._scalars.num_summed and path in problem.trainable:
+            total = problem.params[path].sum
+            return np.array(self._current_residents().read(total))
         if self._runners.current is not None:
             found = self._runners.current.gradient(path)
         if found is None:

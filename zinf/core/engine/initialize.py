@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from zinf.core.config import Config, notices
 from zinf.core.engine.engine import Engine
 from zinf.core.machine.devices import on_devices
-from zinf.core.optim.separate import separate
+from zinf.core.optim.separate import Separated, separate
 from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.plan import Plan
 from zinf.core.problem.arguments import check_arguments
@@ -206,6 +206,7 @@ def make_planner(
             frozen=config.frozen,
             compute_dtype=config.compute_dtype,
             averages_microbatches=config.loss_average == "microbatches",
+            sums_gradients=config.forward_backward,
             modes=modes,
         )
         device, is_absent = kernel_device(mesh, topology), topology is not None
@@ -215,7 +216,23 @@ def make_planner(
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)
     group = _alone() if group is None else group
+    if config.forward_backward:
+        _check_sums(separated, group)
     return Planner(problem, separated, config, rule, key, rows, group, topology)
+
+
+def _check_sums(separated: Separated, group: AbstractGroup) -> None:
+    """Refuse what gradients are not summed for over several batches yet."""
+    found = {
+        "an optimizer that reads the value of the loss": separated.reads_loss,
+        f"{group.count} processes": group.count > 1,
+    }
+    for what in (what for what, is_so in found.items() if is_so):
+        raise NotImplementedError(
+            f"forward_backward sums gradients of several batches, and this run has "
+            f"{what}, which does not work yet. Leave forward_backward out of the "
+            "config, and use engine.step."
+        )
 
 
 def _signs(config: Config) -> Signs | None:
@@ -295,6 +312,7 @@ def _on_mesh(problem: Problem, rule: AxisRule, rows: AttentionRows) -> Problem:
         loss=divided(problem.loss),
         evaluation_loss=None if evaluation is None else divided(evaluation),
         bound=lambda function: divided(problem.bound(function), is_loss=False),
+        loss_of=lambda loss, has_aux: divided(problem.loss_of(loss, has_aux)),
     )
 
 

@@ -9,15 +9,25 @@ import numpy as np
 from zinf.core.engine.saved_scalars import damaged
 
 
-def step_keys(rng: jax.Array | None, step: int, count: int) -> list[jax.Array]:
+def step_keys(
+    rng: jax.Array | None, step: int, count: int, *, number_of_call: int = 0
+) -> list[jax.Array]:
     """The keys of the `count` microbatches of step `step` (from 0).
 
     A key is `fold_in(rng, step)`; with several microbatches the number of the
     microbatch is folded in too. Without `rng` there are no keys.
+
+    Args:
+        number_of_call: of a batch among those of one update. Only the first has the
+            keys of a step; the numbers of the others are folded in from the end, as
+            microbatches are from 0.
     """
     if rng is None:
         return []
-    return microbatch_keys(jax.random.fold_in(rng, step), count)
+    key = jax.random.fold_in(rng, step)
+    if number_of_call:
+        key = jax.random.fold_in(key, 2**32 - number_of_call)
+    return microbatch_keys(key, count)
 
 
 def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:

@@ -65,6 +65,8 @@ class SavedScalars(_Part):
     # Checkpoints from before `skip_nonfinite` have neither.
     num_skipped: Annotated[Count, Field(strict=True)] = 0
     num_skipped_in_row: Annotated[Count, Field(strict=True)] = 0
+    # Absent unless gradients of `forward_backward` wait for their update.
+    num_summed: Annotated[Count, Field(strict=True)] = 0
 
 
 def parse_scalars(saved: Mapping[str, Any]) -> SavedScalars:

@@ -29,6 +29,7 @@ class Scalars:
         num_steps: number of steps taken, with skipped ones.
         num_skipped: number of steps that changed nothing, as their loss or gradients
             were not finite.
+        num_summed: batches whose gradients wait in sums for the next update.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Scalars:
         """See `Config.skip_nonfinite` for `max_skipped`."""
         self._separated, self._max_skipped = separated, max_skipped
         self.num_steps = self.num_skipped = self._num_skipped_in_row = 0
+        self.num_summed = 0
         self._shared = [np.asarray(s.value) for s in separated.shared]
         self._settings = None
         self._scale = None
@@ -140,6 +142,7 @@ class Scalars:
             "loss_scale": None if self._scale is None else self._scale.to_dict(),
             "num_skipped": self.num_skipped,
             "num_skipped_in_row": self._num_skipped_in_row,
+            **({"num_summed": self.num_summed} if self.num_summed else {}),
         }
 
     def from_json(self, state: Mapping[str, Any]) -> None:
@@ -161,6 +164,7 @@ class Scalars:
         self._shared = [s.array(like) for s, like in pairs]
         self.num_steps, self.num_skipped = saved.num_steps, saved.num_skipped
         self._num_skipped_in_row = saved.num_skipped_in_row
+        self.num_summed = saved.num_summed
         if self._settings is not None and saved.loss_scale is not None:
             scale = saved.loss_scale.model_dump()
             self._scale = LossScale.from_dict(self._settings, scale)

@@ -42,14 +42,15 @@ def make_residents(
         for a, share in shares.items()
     }
     residents.create(chunks)
-    reset_errors(residents)
+    for role in (Role.ERROR, Role.SUM):
+        set_to_zero(residents, role)
     return residents
 
 
-def reset_errors(residents: Residents) -> None:
-    """Set the errors of exchanges of gradients to zero."""
+def set_to_zero(residents: Residents, role: Role) -> None:
+    """Set all arrays of a role to zero."""
     for piece in residents.homes:
-        if piece.role == Role.ERROR:
+        if piece.role == role:
             layout, spec = residents.layouts.of(piece), residents.specs[piece.whole]
             zeros = np.zeros(layout.share_shape, jnp.dtype(spec.dtype))
             residents.write_share(piece, zeros)

@@ -103,6 +103,8 @@ class Separated:
         norm_groups: leaves that are clipped apart: step values are made from the norms
             of their gradients.
         rate: the learning rate by the number of updates done, if it is known.
+        replaces: what the transform returns for a leaf is its new value, and not what
+            is added to it.
     """
 
     leaves: tuple[LeafUpdate, ...]
@@ -114,6 +116,7 @@ class Separated:
     inits: tuple[Graph, ...] = field(repr=False)
     updates: tuple[Piece, ...] = field(repr=False)
     rate: Callable[[Any], Any] | None = field(default=None, repr=False)
+    replaces: bool = False
 
     @property
     def reads_step(self) -> bool:

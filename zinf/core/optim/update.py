@@ -145,7 +145,8 @@ def compile_placed_updates(
         copy_dtype = copy_dtype_of(unit, leaf.spec.dtype)
         key = shared.body, jnp.dtype(unit.grad_dtype), copy_dtype, place
         if key not in compiled:
-            function = update_function(shared.body, copy_dtype)
+            rest = {"replaces": separated.replaces}
+            function = update_function(shared.body, copy_dtype, **rest)
             arguments = step_arguments(separated, unit, shared.hoisted)
             shardings = (
                 *[place.scalars] * 3,
@@ -192,12 +193,12 @@ def compile_advance(
     return advance
 
 
-def update_function(body: Body, copy_dtype: Any) -> Callable:
+def update_function(body: Body, copy_dtype: Any, *, replaces: bool = False) -> Callable:
     """The computation of every update step, as a traceable function.
 
     The gradient is widened to float32 (or stays wider), multiplied by `factor`, and
     given to the transform in the master's dtype. `copy_dtype` is that of the compute
-    copy, `None` for none.
+    copy, `None` for none. For `replaces` see `Separated`.
     """
 
     def update(
@@ -206,7 +207,8 @@ def update_function(body: Body, copy_dtype: Any) -> Callable:
         wide = jnp.promote_types(grad.dtype, jnp.float32)
         grad = (grad.astype(wide) * factor).astype(master.dtype)
         change, *new_states = body(grad, master, *states, *step_values, *hoisted)
-        new_master = (master + change).astype(master.dtype)
+        new_master = change if replaces else master + change
+        new_master = new_master.astype(master.dtype)
         copies = [] if copy_dtype is None else [new_master.astype(copy_dtype)]
         return (new_master, *new_states, *copies)
 

@@ -57,5 +57,6 @@ from zinf.core.plan.plan import Plan as Plan
 from zinf.core.plan.shared import Shared as Shared
 from zinf.core.plan.show import show_bytes as show_bytes
 from zinf.core.plan.show import show_seconds as show_seconds
+from zinf.core.plan.summed import build_updates as build_updates
 from zinf.core.plan.updates import tier_in_turn as tier_in_turn
 from zinf.core.program import Link as Link

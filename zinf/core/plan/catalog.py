@@ -1,7 +1,7 @@
 """The input of planning: arrays with sizes and homes, update units, and options."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -243,6 +243,14 @@ class Catalog:
     def param_spec(self, gradient: ArrayId) -> ArraySpec:
         """The spec of the parameter of a gradient."""
         return self.spec(ArrayId(Role.PARAM, gradient.path, gradient.rows))
+
+    def by_norm_class(self, gradients: Iterable[ArrayId]) -> dict[int, list[ArrayId]]:
+        """Gradients by the class of their leaf."""
+        found: dict[int, list[ArrayId]] = {}
+        for gradient in gradients:
+            number = self.norm_classes.get(gradient.path, 0)
+            found.setdefault(number, []).append(gradient)
+        return found
 
     def home(self, array: ArrayId) -> ArrayId | None:
         """The persistent array that is `array` or has it as rows; None if none does."""

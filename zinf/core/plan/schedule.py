@@ -18,7 +18,6 @@ from zinf.core.plan.catalog import (
     UpdateUnit,
     cache,
     gradient_of,
-    norm_of,
     value,
 )
 from zinf.core.plan.instruction import (
@@ -31,9 +30,9 @@ from zinf.core.plan.instruction import (
     RowSumIds,
     Run,
     SumParts,
-    SumSquares,
 )
 from zinf.core.plan.job import Job, JobList
+from zinf.core.plan.norms import add_norms
 from zinf.core.plan.updates import Updates
 from zinf.core.program import (
     FLOAT32_BYTES,
@@ -384,19 +383,7 @@ class _Schedule:
             self.jobs.transfer(begun, Tier.DEVICE, self.options.gradient_tier)
         if not done:
             return
-        by_class: dict[int, list[ArrayId]] = {}
-        for gradient in done:
-            number = self.catalog.norm_classes.get(gradient.path, 0)
-            by_class.setdefault(number, []).append(gradient)
-        norms = []
-        for number, gradients in by_class.items():
-            norms.append(norm_of(segment.name, number))
-            self.jobs.add(
-                SumSquares(tuple(gradients), norms[-1]),
-                Link.DEVICE,
-                reads=tuple((a, Tier.DEVICE) for a in gradients),
-                writes=((norms[-1], Tier.DEVICE),),
-            )
+        norms = add_norms(self.jobs, self.catalog, segment.name, done)
         self.norms += norms
         tiers = self.updates.gradient_tiers
         moved = [a for a in done if tiers.get(a, Tier.DEVICE) != Tier.DEVICE]

@@ -6,7 +6,7 @@ user's loss, parameters and model state into that form, and back.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any
@@ -53,6 +53,11 @@ class ParamSpec:
     is_trainable: bool
 
     @property
+    def sum(self) -> ArrayId:
+        """The sum of its gradients, if the problem has them."""
+        return ArrayId(Role.SUM, self.path)
+
+    @property
     def has_master(self) -> bool:
         """True if the master is an array of its own, besides the compute copy."""
         return self.is_trainable and self.master.dtype != self.compute.dtype
@@ -85,6 +90,9 @@ class Problem:
         state_rules: for each of them, how those of microbatches become one.
         bound: turns any function of the user, `(params[, model_state], batch[, key])`,
             into one of `(flat arrays, batch[, key])`.
+        loss_of: `(loss function of the user, whether it returns aux) -> loss`, for
+            other losses of the same parameters.
+        sums_gradients: each trained leaf has a sum of gradients (`Role.SUM`).
     """
 
     params: Mapping[str, ParamSpec]
@@ -94,6 +102,8 @@ class Problem:
     state_paths: tuple[str, ...]
     state_rules: Mapping[str, str]
     bound: Callable[[Callable], Callable]
+    loss_of: Callable[[Callable, bool], Callable]
+    sums_gradients: bool
     modes: Modes
     _source: Any = field(repr=False)
     _state: Any = field(repr=False)
@@ -176,6 +186,7 @@ def make_problem(
     compute_dtype: str = MASTER_DTYPE,
     averages_microbatches: bool = False,
     num_microbatches: int = 1,
+    sums_gradients: bool = False,
     modes: Modes | None = None,
 ) -> Problem:
     """Describes training of the user's parameters under the user's loss.
@@ -186,6 +197,7 @@ def make_problem(
             kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
         averages_microbatches: a step's loss is the mean of its microbatches' means.
         num_microbatches: of a step.
+        sums_gradients: see `Problem`.
         modes: those that the user's functions run in; by default those of the caller.
 
     Raises:
@@ -229,6 +241,8 @@ def make_problem(
         state_paths=state_paths,
         state_rules={STATE_PREFIX + n: rule for n, rule in rules.items()},
         bound=functions.bound,
+        loss_of=functions.loss_of,
+        sums_gradients=sums_gradients,
         modes=modes,
         _source=params,
         _state=model_state,
@@ -270,6 +284,11 @@ class _Functions:
             return in_modes(*self.trees(flat), batch, *key)
 
         return on_named
+
+    def loss_of(self, loss_fn: Callable, has_aux: bool) -> Callable:
+        """The loss that another function of the same arguments returns."""
+        user = replace(self.user, loss_fn=loss_fn, has_aux=has_aux)
+        return replace(self, user=user).loss()
 
     def loss(self) -> Callable:
         training = self.modes.of_user(for_training(self.user.loss_fn))

@@ -11,13 +11,14 @@ FLOAT32_BYTES = 4
 class Role(StrEnum):
     """The purpose of an array, which is the first part of its name.
 
-    Arrays of the roles PARAM, MASTER, STATE and ERROR persist between steps and are
-    saved in checkpoints.
+    Arrays of the roles PARAM, MASTER, STATE, SUM and ERROR persist between steps and
+    are saved in checkpoints.
     """
 
     PARAM = "param"  # A parameter in the dtype that the loss computes with.
     MASTER = "master"  # The parameter in the dtype that updates use, if it differs.
     STATE = "state"  # Optimizer state; `ArrayId.slot` numbers the arrays of a leaf.
+    SUM = "sum"  # What `Engine.forward_backward` adds gradients to.
     ERROR = "error"  # What an exchange of parts lost, one a device, by `ArrayId.slot`.
     CONST = "const"  # An array that the loss function closed over.
     VALUE = "value"  # A value that crosses a cut, or a part of the batch.
@@ -65,7 +66,7 @@ LAYOUT_ROLES = {
 }
 # Kinds of persistent arrays; state of optimizers and errors have a number: "state0".
 PERSISTENT = re.compile(
-    r"(param|master|(?:state|error)(?=[0-9]))"
+    r"(param|master|sum|(?:state|error)(?=[0-9]))"
     r"((?:(?<=state)|(?<=error))(?:0|[1-9][0-9]*))?"
 )
 

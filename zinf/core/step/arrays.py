@@ -13,6 +13,7 @@ from zinf.core.plan import Catalog, Resident
 from zinf.core.problem.problem import STATE_PREFIX, Problem
 from zinf.core.program import ArrayId, ArraySpec, Program, Role, Tier
 from zinf.core.sharding import Layouts
+from zinf.core.step.sums import sum_dtype
 
 # Transfers per step of an array that rests on another tier than the one that uses it.
 PARAM_MOVES, STATE_MOVES = 3, 2
@@ -28,6 +29,11 @@ def array_specs(problem: Problem, separated: Separated) -> dict[ArrayId, ArraySp
             specs[ArrayId(Role.MASTER, path)] = _spec(param.master)
         for state in states.get(path, ()):
             specs[state.array(path)] = _spec(state.spec)
+        if problem.sums_gradients and param.is_trainable:
+            total = jax.ShapeDtypeStruct(
+                param.compute.shape, sum_dtype(param.compute.dtype)
+            )
+            specs[param.sum] = _spec(total)
     return specs
 
 
@@ -41,7 +47,12 @@ def describe_state(
     """
     count = num_parameters
     trained = sum(prod(leaf.spec.shape) for leaf in separated.leaves)
-    words = {Role.PARAM: "parameters", Role.MASTER: "masters", Role.STATE: "optimizer"}
+    words = {
+        Role.PARAM: "parameters",
+        Role.MASTER: "masters",
+        Role.STATE: "optimizer",
+        Role.SUM: "sums of gradients",
+    }
     nbytes = dict.fromkeys(words, 0)
     for array, spec in array_specs(problem, separated).items():
         if not array.path.startswith(STATE_PREFIX):

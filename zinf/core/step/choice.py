@@ -156,6 +156,8 @@ def why_not_offloaded(
         return "it cannot gather parameters as integers (zero_quantized_weights)"
     if config.quantizes_gradients:
         return "it cannot exchange parts of gradients (zero_quantized_gradients)"
+    if config.forward_backward:
+        return "it adds no gradients to sums (forward_backward)"
     if config.pinned == "off":
         return "all its memory is pinned, and memory.pinned is off"
     return None

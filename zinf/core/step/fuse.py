@@ -1,6 +1,5 @@
 """Plans the fused step: everything is on the device."""
 
-from zinf.core.plan import fused_plan
 from zinf.core.program import Tier
 from zinf.core.step.run.whole import Fused
 from zinf.core.step.setup import Setup, StepRequest
@@ -18,13 +17,5 @@ def fits_fused(setup: Setup, request: StepRequest) -> bool:
 
 
 def fuse(setup: Setup, request: StepRequest) -> Fused:
-    layouts, program = request.layouts, compile_fused(request.frame(setup))
-    plan = fused_plan(
-        dict.fromkeys(layouts.arrays, Tier.DEVICE),
-        layouts.device_bytes,
-        program.workspace_bytes,
-        setup.capacity(),
-        program.flops,
-        setup.rates(),
-    )
-    return Fused(plan=plan, program=program, layouts=layouts, weight=request.weight)
+    program = compile_fused(request.frame(setup))
+    return Fused.planned(setup, request.layouts, program, request.weight)

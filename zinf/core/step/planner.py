@@ -1,16 +1,26 @@
 """Plans training steps: cuts, compiles and arranges them within the budgets."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from zinf.core.problem.source import check_dependence
+import jax
+
+from zinf.core.optim.clipping import Clipping
+from zinf.core.optim.summed import separated_sums
+from zinf.core.problem.problem import ParamSpec
+from zinf.core.problem.source import Source, check_dependence
+from zinf.core.program import ArrayId, Rows
+from zinf.core.sharding import Layouts
 from zinf.core.step.batch import batch_spec, check_rows
 from zinf.core.step.choice import choose
 from zinf.core.step.exchange import exchange_in_words
 from zinf.core.step.prepared import AbstractPrepared, Measure
 from zinf.core.step.setup import AtRest, Setup, StepRequest
+from zinf.core.step.sums import sum_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +36,36 @@ class Planner(Setup):
 
     measure: Measure | None = None
 
+    @cached_property
+    def of_batches(self) -> "Planner":
+        """The planner of what runs on a batch.
+
+        That is a whole step, unless the problem has sums of gradients: then it is a
+        pass that adds to them, and the update is a step of its own.
+        """
+        if not self.problem.sums_gradients:
+            return self
+        problem = self.problem
+        specs = {p: _SummedParam(**vars(x)) for p, x in problem.params.items()}
+        sums = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, sum_dtype(x.dtype)),
+            problem.abstract_params,
+        )
+        own = {name: getattr(self, name) for name in Planner.__dataclass_fields__}
+        own["problem"] = replace(problem, params=specs)
+        own["separated"] = separated_sums(sums, problem.trainable)
+        return _SummingPlanner(**own, updates=self)
+
+    def with_loss(self, loss_fn: Callable, *, has_aux: bool) -> Self:
+        """A planner of another loss of the same parameters."""
+        problem = replace(self.problem, loss=self.problem.loss_of(loss_fn, has_aux))
+        return replace(self, problem=problem)
+
     def plan_batch(self, batch: Any) -> AbstractPrepared:
         """The plan for the whole batch of all processes; places all arrays anew."""
         check_rows(batch, self.config)
-        return self.plan(batch_spec(batch, self.config.num_microbatches))
+        spec = batch_spec(batch, self.config.num_microbatches)
+        return self.of_batches.plan(spec)
 
     def plan(self, batch: Any, at_rest: AtRest | None = None) -> AbstractPrepared:
         """The best step that fits the budgets, the same on all processes.
@@ -81,3 +117,35 @@ class Planner(Setup):
     def has_measured_rates(self) -> bool:
         """Whether plans go by rates that were measured on a machine."""
         return self.measure is not None or isinstance(self.config.rates, Path)
+
+
+class _SummedParam(ParamSpec):
+    """A leaf whose gradients are added to a sum, which changes in place of the leaf."""
+
+    def updated(self, rows: Rows = None) -> ArrayId:
+        return self.sum.piece(rows)
+
+    def copy(self, rows: Rows = None) -> ArrayId | None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SummingPlanner(Planner):
+    """Plans passes that add gradients to sums; `updates` plans with the optimizer."""
+
+    updates: Planner
+
+    @property
+    def clipping(self) -> Clipping:
+        return Clipping(None, ())
+
+    @property
+    def may_defer(self) -> bool:
+        # A deferred update runs where its result is read next, and no pass reads a sum.
+        return False
+
+    def splittable(self, layouts: Layouts) -> frozenset[str]:
+        return self.updates.splittable(layouts)
+
+    def layouts(self, source: Source) -> Layouts:
+        return self.updates.layouts(source)

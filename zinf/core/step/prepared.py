@@ -49,6 +49,18 @@ class AbstractPrepared(ABC):
         """
 
     @abstractmethod
+    def updating(self, setup: Setup) -> "AbstractPrepared":
+        """The updates from sums of gradients, as a step of an empty batch.
+
+        Args:
+            setup: that of the optimizer.
+
+        Raises:
+            InfeasibleError: they do not fit.
+            NotImplementedError: such a step adds to no sums.
+        """
+
+    @abstractmethod
     def executables(self) -> Iterator[tuple[Instruction, Any, int | None]]:
         """Each run of an executable in a step.
 

@@ -211,6 +211,11 @@ class Setup:
         groups = self.separated.norm_groups
         return bool(self.clipping) or bool(groups) or self.config.may_skip
 
+    @property
+    def may_defer(self) -> bool:
+        """Whether updates may be left to the next step."""
+        return True
+
     # Arrays.
 
     @property

@@ -197,7 +197,7 @@ def _choices(setup: Setup) -> Choices:
         setup.config.persistence_bytes,
         update_tiers=(Tier.DEVICE,),
         turns=(2,),
-        defers=True,
+        defers=setup.may_defer,
         # On several devices, rows of a shard are not rows of the whole array.
         by_row=setup.rule.mesh.size == 1,
     )

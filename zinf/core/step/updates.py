@@ -225,12 +225,14 @@ def compile_program_updates(
     *,
     accumulates: Collection[ArrayId],
     layouts: Layouts,
+    gradient_role: Role = Role.GRADIENT,
 ) -> Updates:
     """Compiles the update of every trained array of a program, for both tiers.
 
     Args:
         accumulates: parameter arrays whose gradient is a sum (see `sum_dtype`).
         layouts: the layouts of persistent arrays and gradients.
+        gradient_role: of the arrays that have the gradients.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
@@ -251,9 +253,11 @@ def compile_program_updates(
                 nbytes = prod(share) * leaf.spec.dtype.itemsize
                 in_blocks = blocks(share, nbytes, limit)
             for block in in_blocks:
-                update = _array_update(problem, leaf, array, block)
+                gradient = array.of_role(gradient_role)
+                update = _array_update(problem, leaf, gradient, block)
                 size = layouts.of(update.master).padded
-                units[update] = Unit(numbers[array.path], size, gradient_dtype, compute)
+                copied = None if update.compute is None else compute
+                units[update] = Unit(numbers[array.path], size, gradient_dtype, copied)
                 placements.append(_placement(update, layouts))
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
@@ -354,15 +358,15 @@ def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
 
 
 def _array_update(
-    problem: Problem, leaf: Any, array: ArrayId, block: Rows
+    problem: Problem, leaf: Any, gradient: ArrayId, block: Rows
 ) -> ArrayUpdate:
-    stored, param = block or array.rows, problem.params[array.path]
+    stored, param = block or gradient.rows, problem.params[gradient.path]
     return ArrayUpdate(
-        gradient=ArrayId(Role.GRADIENT, array.path, array.rows),
+        gradient=gradient,
         block=block,
         master=param.updated(stored),
         states=tuple(
-            s.array(array.path, stored if leaf.is_elementwise else None)
+            s.array(leaf.path, stored if leaf.is_elementwise else None)
             for s in leaf.states
         ),
         compute=param.copy(stored),

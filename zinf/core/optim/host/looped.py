@@ -108,7 +108,9 @@ def _loop(
     """The loop that agrees with the unit's executable, if there is one."""
     leaf = separated.leaves[unit.leaf]
     unit = replace(unit, shape=(PROBE_NUMEL,))
-    function = update_function(own.body, copy_dtype_of(unit, leaf.spec.dtype))
+    copy_dtype = copy_dtype_of(unit, leaf.spec.dtype)
+    rest = {"replaces": separated.replaces}
+    function = update_function(own.body, copy_dtype, **rest)
     arguments = step_arguments(separated, unit, own.hoisted)
     loop = loop_of(function, arguments, num_read_only=1)
     if loop is None:

@@ -23,6 +23,12 @@ class Offloaded(WholeStep):
 
     program: OffloadedProgram
 
+    def updating(self, setup: Setup) -> WholeStep:
+        raise NotImplementedError(
+            "An offloaded step adds no gradients to sums (forward_backward). Set "
+            "execution to streamed or fused."
+        )
+
     def store_options(self, setup: Setup) -> dict[str, Any]:
         return {"stacks": self.program.stacks}
 

@@ -24,12 +24,14 @@ from zinf.core.plan import (
     Run,
     SumParts,
     Update,
+    build_updates,
     prove,
     retimed,
 )
+from zinf.core.plan.check import check_groups
 from zinf.core.plan.show import show_tilings
 from zinf.core.problem.weighted import Weighted, num_rows
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.segment import Segment, Segmented
 from zinf.core.sharding import whole_layout
 from zinf.core.sharding.mesh import local_devices
@@ -49,7 +51,7 @@ from zinf.core.step.run.run import Squares, StepRecord, Work, run_plan
 from zinf.core.step.run.runner import AbstractRunner, Evaluate
 from zinf.core.step.setup import AtRest, Setup
 from zinf.core.step.shrink import Compiled, Limits
-from zinf.core.step.updates import Updates
+from zinf.core.step.updates import Updates, compile_program_updates
 
 FORWARD = {Pass.FORWARD, Pass.KEEPING}
 
@@ -116,6 +118,34 @@ class Streamed(AbstractPrepared):
         # A step waits for each array that it changes, and not for a whole save.
         rest = {"clipping": setup.clipping, "skips_overflow": setup.config.may_skip}
         return StreamedRunner(self, stores, spec, **rest)
+
+    def updating(self, setup: Setup) -> "Updating":
+        program, before = self.segmented.program, self.arranged
+        separated, layouts = setup.separated, self.layouts
+        updates = compile_program_updates(
+            program,
+            setup.problem,
+            separated,
+            accumulates={a for s in program.segments for a in s.trained_params},
+            layouts=layouts,
+            gradient_role=Role.SUM,
+        )
+        homes = before.catalog.homes.items()
+        catalog = replace(
+            before.catalog,
+            homes={a: tier for a, tier in homes if a.role != Role.CONST},
+            norm_classes=separated.norm_groups.classes,
+        )
+        gradients = {
+            segment: list(dict.fromkeys(x.gradient for x in some))
+            for segment, some in updates.arrays
+        }
+        rest = updates.units, gradients, before.plan.capacity_bytes
+        arranged, joint = grouped(build_updates(catalog, *rest), updates)
+        check_groups(arranged.plan)
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        own |= {"arranged": arranged, "updates": updates, "joint": joint}
+        return Updating(**own | {"plan": arranged.plan, "weight": None})
 
     def executables(self) -> Iterator[tuple[Instruction, Any, int | None]]:
         catalog, steps = self.arranged.catalog, self.updates.steps[Tier.DEVICE]
@@ -334,3 +364,36 @@ class StreamedRunner(AbstractRunner):
             chosen=self.chosen,
             layouts=self.passes.layouts,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updating(Streamed):
+    """The updates from sums of gradients alone, which run no segment."""
+
+    def runner(
+        self, setup: Setup, stores: Stores, spec: Any, before_step: Callable[[], None]
+    ) -> "UpdatingRunner":
+        rest = {"clipping": setup.clipping, "skips_overflow": False}
+        return UpdatingRunner(self, stores, spec, **rest)
+
+
+class UpdatingRunner(StreamedRunner):
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def step(
+        self,
+        batch: Any,
+        keys: Sequence[Any],
+        *,
+        advance: Advance,
+        loss_scale: float,
+        record: StepRecord,
+    ) -> Outcome:
+        def step_values(decision: Decision, squares: Squares) -> Sequence[Any]:
+            return advance.values(decision.loss, decision.factor, squares)
+
+        work = self.work(loss_scale, step_values)
+        run_plan(self.plan, work, self.stores, None, record)
+        return outcome_of(record, {})

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -12,10 +12,10 @@ from zinf.core.jaxpr.keys import from_words, to_words
 from zinf.core.memory import Stores, to_devices
 from zinf.core.optim.advance import Advance
 from zinf.core.optim.decision import decision_of
-from zinf.core.plan import Instruction
+from zinf.core.plan import Instruction, fused_plan
 from zinf.core.problem.weighted import Weighted
-from zinf.core.program import Role
-from zinf.core.sharding import placed_layout, whole_layout
+from zinf.core.program import Role, Tier
+from zinf.core.sharding import Layouts, placed_layout, whole_layout
 from zinf.core.step.batch import by_microbatch
 from zinf.core.step.prepared import AbstractPrepared
 from zinf.core.step.run.links import Progress, run_links
@@ -23,8 +23,13 @@ from zinf.core.step.run.outcome import Outcome, outcome_of
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import AbstractRunner, Evaluate
 from zinf.core.step.setup import Setup
-from zinf.core.step.whole.frame import batch_shardings
-from zinf.core.step.whole.fused import FusedProgram, fused_evaluation
+from zinf.core.step.step_weight import StepWeight
+from zinf.core.step.whole.frame import Frame, batch_shardings
+from zinf.core.step.whole.fused import (
+    FusedProgram,
+    compile_fused,
+    fused_evaluation,
+)
 from zinf.core.step.whole.offloaded import OffloadedProgram
 
 
@@ -43,6 +48,34 @@ class Fused(WholeStep):
     """A step that is one executable, with all arrays on the devices."""
 
     program: FusedProgram
+
+    @classmethod
+    def planned(
+        cls,
+        setup: Setup,
+        layouts: Layouts,
+        program: FusedProgram,
+        weight: StepWeight | None,
+    ) -> Self:
+        """The step of a program, with its plan.
+
+        Raises:
+            InfeasibleError: state and workspace exceed the device budget.
+        """
+        plan = fused_plan(
+            dict.fromkeys(layouts.arrays, Tier.DEVICE),
+            layouts.device_bytes,
+            program.workspace_bytes,
+            setup.capacity(),
+            program.flops,
+            setup.rates(),
+        )
+        return cls(plan=plan, program=program, layouts=layouts, weight=weight)
+
+    def updating(self, setup: Setup) -> Self:
+        step = setup.problem, setup.separated, {}, None, 1, setup.clipping, self.layouts
+        program = compile_fused(Frame(*step), is_of_sums=True)
+        return self.planned(setup, self.layouts, program, None)
 
     def runner(
         self, setup: Setup, stores: Stores, spec: Any, before_step: Callable[[], None]

@@ -50,12 +50,18 @@ class FusedProgram:
         return self.warm_up
 
 
-def compile_fused(frame: Frame) -> FusedProgram:
-    """Compiles the fused step for one mesh and shape of microbatch."""
-    program, signs = _compile(frame), frame.layouts.rule.signs
+def compile_fused(frame: Frame, *, is_of_sums: bool = False) -> FusedProgram:
+    """Compiles the fused step for one mesh and shape of microbatch.
+
+    Args:
+        is_of_sums: gradients are not computed: they are the sums at rest (`Role.SUM`).
+    """
+    gradients = _sums if is_of_sums else _of_batch
+    program, signs = _compile(frame, gradients), frame.layouts.rule.signs
     if signs is None:
         return program
-    warm_up = _compile(replace(frame, layouts=replace(frame.layouts, parts={})))
+    without_parts = replace(frame, layouts=replace(frame.layouts, parts={}))
+    warm_up = _compile(without_parts, gradients)
     return replace(
         program,
         warm_up=warm_up.step,
@@ -64,7 +70,27 @@ def compile_fused(frame: Frame) -> FusedProgram:
     )
 
 
-def _compile(frame: Frame) -> FusedProgram:
+def _of_batch(
+    frame: Frame, arrays: Arrays, batch: Any, keys: Any, seed: Any
+) -> tuple[dict[str, Any], Any, Any, Arrays]:
+    """`(gradients, losses, extra, new errors)` of a batch."""
+    params = {p: arrays[ArrayId(Role.PARAM, p)] for p in frame.problem.params}
+    grads, losses, extra = accumulated_gradients(frame, params, batch, keys, seed)
+    grads, errors = exchanged(frame, grads, arrays)
+    return grads, losses, extra, errors
+
+
+def _sums(
+    frame: Frame, arrays: Arrays, batch: Any, keys: Any, seed: Any
+) -> tuple[dict[str, Any], Any, Any, Arrays]:
+    """The sums at rest, as `_of_batch` returns gradients."""
+    del batch, keys, seed
+    params = frame.problem.params
+    grads = {x.path: arrays[params[x.path].sum] for x in frame.separated.leaves}
+    return grads, jnp.zeros((1,), jnp.float32), {}, {}
+
+
+def _compile(frame: Frame, gradients: Callable) -> FusedProgram:
     problem, separated, layouts = frame.problem, frame.separated, frame.layouts
     updates = _leaf_updates(problem, separated, layouts)
     own_parts = {
@@ -82,10 +108,8 @@ def _compile(frame: Frame) -> FusedProgram:
         weight: Any,
     ) -> tuple[list[Any], Mapping[str, Any]]:
         arrays = dict(zip(ids, values, strict=True))
-        params = {p: arrays[ArrayId(Role.PARAM, p)] for p in problem.params}
-        seed = loss_scale / weight
-        grads, losses, extra = accumulated_gradients(frame, params, batch, keys, seed)
-        grads, errors = exchanged(frame, grads, arrays)
+        given = arrays, batch, keys, loss_scale / weight
+        grads, losses, extra, errors = gradients(frame, *given)
         for path, part in own_parts.items():
             if part is not None:
                 grads[path] = as_cut(grads[path], part.device)
@@ -170,8 +194,10 @@ def _leaf_updates(
         separated.leaves, masters, separated.bodies(shapes), strict=True
     ):
         spec = problem.params[leaf.path]
-        copy, copy_dtype = spec.copy(), spec.compute.dtype if spec.has_master else None
-        function = update_function(shared.body, copy_dtype)
+        copy = spec.copy()
+        copy_dtype = None if copy is None else spec.compute.dtype
+        rest = {"replaces": separated.replaces}
+        function = update_function(shared.body, copy_dtype, **rest)
         states = [s.array(leaf.path) for s in leaf.states]
         results = [master, *states, *([] if copy is None else [copy])]
         update = _LeafUpdate(leaf, shared, function, (master, *states), tuple(results))
