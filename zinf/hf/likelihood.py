@@ -88,7 +88,7 @@ def scored(prefill: Prefill, requests: Sequence[Request]) -> list[Score]:
     for number, request in enumerate(requests):
         candidates = shared.setdefault((request.tokens[:-1], request.beside), {})
         candidates.setdefault(request.tokens[-1], []).append(number)
-    rows = [_row(*read, list(of)) for read, of in shared.items()]
+    rows = [_row(tokens, beside, list(of)) for (tokens, beside), of in shared.items()]
     scores = [Score(0.0, False)] * len(requests)
     for candidates, found in zip(shared.values(), prefill.run(rows), strict=True):
         for place, (token, numbers) in enumerate(candidates.items()):

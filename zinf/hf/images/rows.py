@@ -25,11 +25,12 @@ class ImagesBeside(AbstractRowBeside):
     where: str
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int]:
         unit = self.reader.model.kind.unit
         return (bucket_of(self.num_pieces, 2 * self.num_pieces, unit),)
 
     def arrays(self, tokens: Sequence[int], length: int) -> dict[str, np.ndarray]:
         seen = self.reader.see(self.contents, self.where)
         leaves = self.reader.row(seen, np.array(tokens, np.int32), self.where)
-        return self.reader.model.kind.filled(leaves, *self.shape, length)
+        (room,) = self.shape
+        return self.reader.model.kind.filled(leaves, room, length)
