@@ -45,7 +45,8 @@ from zinf.core.plan import (
 from zinf.core.plan import Run as RunSegment
 from zinf.core.program import Role, Tier
 from zinf.core.step import updates
-from zinf.core.step.run import transfer
+from zinf.core.step.run import links, run, transfer
+from zinf.core.step.run.links import InFlight
 
 DEVICE, HOST, NVME = ORDER = tuple(Tier)
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
@@ -107,6 +108,7 @@ class Result:
     updates: the tiers of all updates, and whether a step before left them.
     passes: of the last step.
     num_shared: arrays that host and device hold in one memory.
+    at_once: the most programs that devices had at a time.
     rows_moved: transfers of rows of gradients in the last step.
     """
 
@@ -114,6 +116,7 @@ class Result:
     updates: frozenset[tuple[Tier, bool]]
     passes: frozenset[Pass]
     num_shared: int
+    at_once: int
     rows_moved: int
 
 
@@ -125,8 +128,12 @@ def train(setting: str, arranged: Arranged) -> Result:
         patch.setattr(updates, "BLOCK_BYTES", arranged.block_bytes)
         patch.setattr(updates, "UNIT_BLOCKS", 1)
         # All but the reference have one memory for host and device, where they can.
-        smallest = 1 << 40 if arranged == PLAINEST else 1
-        patch.setattr(alias, "SHARED_FROM_BYTES", smallest)
+        is_plain = arranged == PLAINEST
+        patch.setattr(alias, "SHARED_FROM_BYTES", 1 << 40 if is_plain else 1)
+        # And their devices get programs ahead, as accelerators do.
+        patch.setattr(run, "programs_at_once", lambda _: 1 if is_plain else 2)
+        given: list[int] = []
+        patch.setattr(links, "InFlight", partial(_Noted, given))
         shared: list[Any] = []
         for alias_of in (alias.device_alias, alias.host_alias):
             noting = partial(_noting, shared, alias_of)
@@ -147,13 +154,14 @@ def train(setting: str, arranged: Arranged) -> Result:
                 late |= {
                     (x.tier, x.is_pending) for x in operations if isinstance(x, Update)
                 }
-            run = run_of(metrics, engine.params())
+            found = run_of(metrics, engine.params())
     moved = [a for x in operations if isinstance(x, Transfer) for a in x.arrays]
     return Result(
-        run,
+        found,
         frozenset(late),
         frozenset(x.kind for x in operations if isinstance(x, RunSegment)),
         sum(x is not None for x in shared),
+        max(given, default=1),
         sum(a.role == Role.GRADIENT and a.rows is not None for a in moved),
     )
 
@@ -193,6 +201,18 @@ def _forced(
     )
 
 
+class _Noted(InFlight):
+    """Notes how many programs there are whenever one is added."""
+
+    def __init__(self, counts: list[int], *args: Any):
+        super().__init__(*args)
+        self.counts = counts
+
+    def add(self, index: int, wait: Any) -> None:
+        super().add(index, wait)
+        self.counts.append(len(self))
+
+
 def _noting(results: list[Any], function: Callable[..., Any], *args: Any) -> Any:
     results.append(function(*args))
     return results[-1]
@@ -219,8 +239,9 @@ def test_losses_and_parameters_are_bit_equal(setting, arranged):
         overflows and number == OVERFLOWS for number in range(1, STEPS + 1)
     )
     assert_bit_equal(found.run, expected.run)
-    # And it was arranged so: updates ran there and then, and memory was shared.
-    assert expected.num_shared == 0
+    # And it was arranged so: updates ran there and then, programs were given ahead, and
+    # memory was shared.
+    assert (expected.num_shared, expected.at_once, found.at_once) == (0, 1, 2)
     assert setting in UNSHARED or found.num_shared > 0 or arranged.params == "none"
     tiers = {tier for tier, _ in found.updates}
     if (arranged.params, arranged.states) == ("none", "none"):

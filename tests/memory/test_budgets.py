@@ -21,7 +21,7 @@ from tests.memory.small import (
 )
 from zinf.core.plan import Link
 from zinf.core.program import Tier
-from zinf.core.step.run import transfer
+from zinf.core.step.run import run, transfer
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +47,23 @@ def generous_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "number", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))]
+    ("number", "at_once"),
+    [
+        (1, 1),
+        (4, 2),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((4, 1), (2, 2), (3, 3))),
+    ],
 )
 def test_no_tier_exceeds_its_prediction_or_budget(
     budgets: list[dict[str, int]],
     generous_losses: list[float],
     number: int,
+    at_once: int,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Nor if a device has several programs, as accelerators do."""
+    monkeypatch.setattr(run, "programs_at_once", lambda _: at_once)
     budget = budgets[number]
     with trained(config(tmp_path, **budget)) as (engine, metrics):
         plan = engine.plan

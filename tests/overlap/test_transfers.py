@@ -6,8 +6,8 @@ instruction takes the time that its bytes need at a given bandwidth, on a virtua
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from threading import Lock
+from functools import cache, partial
+from threading import Event, Lock
 
 import pytest
 
@@ -23,7 +23,7 @@ from zinf.core.plan import (
 )
 from zinf.core.plan.cost import duration
 from zinf.core.program import ArrayId, Role, Tier
-from zinf.core.step.run.links import Progress, run_links
+from zinf.core.step.run.links import Progress, Wait, run_links
 
 # What a step waits for at its turn, and at its end, does not grow with depth: up to six
 # transfers here, while the gradients of the layers that stayed make room.
@@ -147,3 +147,30 @@ def test_a_link_that_is_issued_one_transfer_at_a_time_is_not():
     found = FakeMachine(slow.rates, slow)
     found.run()
     assert found.share(Link.H2D) < 0.9
+
+
+@pytest.mark.parametrize(("room", "clips"), [(5, False), (5, True), (16, False)])
+def test_a_device_with_room_for_five_layers_always_has_a_program_waiting(room, clips):
+    """Each program is complete only after the next was given, however long that takes.
+
+    So a device never waits for the time that Python needs to launch a program. With
+    room for fewer layers, transfers would be late.
+    """
+    plan = machine(room, clips, (8.0, 8.0))
+    programs = [i for i in plan.instructions if i.link == Link.DEVICE]
+    given = {id(program): Event() for program in programs}
+    after = dict(zip(map(id, programs), map(id, programs[1:]), strict=False))
+
+    def complete(program: int) -> None:
+        assert program not in after or given[after[program]].wait(timeout=60)
+
+    def execute(instruction: Instruction) -> Wait | None:
+        if instruction.link != Link.DEVICE:
+            return None
+        given[id(instruction)].set()
+        return partial(complete, id(instruction))
+
+    progress = Progress(len(plan.instructions))
+    run_links(plan.instructions, execute, progress, programs_at_once=2)
+    assert len(programs) > 2 * NUM_LAYERS
+    assert all(map(progress.is_complete, range(len(plan.instructions))))

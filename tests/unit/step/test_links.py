@@ -1,3 +1,4 @@
+from functools import partial
 from random import Random
 from threading import Event, Thread, enumerate
 from time import sleep
@@ -5,7 +6,7 @@ from time import sleep
 import pytest
 
 from tests.clock import still
-from zinf.core.plan import Free, Instruction, Link
+from zinf.core.plan import Free, Instruction, Link, Pass, Run, Transfer
 from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.step.run import links
 from zinf.core.step.run.links import Progress, run_links
@@ -126,3 +127,169 @@ def test_a_plan_runs_outside_of_the_main_thread():
     thread.start()
     thread.join(timeout=60)
     assert done == plan
+
+
+# Devices that are given programs ahead.
+
+
+def program(copies: str = "", after: tuple[int, ...] = ()) -> Instruction:
+    """One that makes new copies of arrays (lower case), and replaces others."""
+    writes = [(ArrayId(Role.VALUE, x.lower()), Tier.DEVICE) for x in copies]
+    creates = [c for c, x in zip(writes, copies, strict=True) if x.islower()]
+    run = Run(0, "s", Pass.FORWARD, 0)
+    return Instruction(
+        run, Link.DEVICE, after, writes=tuple(writes), creates=tuple(creates)
+    )
+
+
+def free(*after: int, tier: Tier = Tier.DEVICE) -> Instruction:
+    return Instruction(Free((), tier), Link.FREE_AFTER_DEVICE, after)
+
+
+def fetch(*after: int) -> Instruction:
+    arrays = (ArrayId(Role.PARAM, "w"),)
+    return Instruction(Transfer(arrays, Tier.HOST, Tier.DEVICE), Link.H2D, after)
+
+
+def offload(*after: int) -> Instruction:
+    arrays = (ArrayId(Role.PARAM, "w"),)
+    return Instruction(Transfer(arrays, Tier.DEVICE, Tier.HOST), Link.D2H, after)
+
+
+class Device:
+    """Completes each program when it is told to, and notes what begins and ends.
+
+    Attributes:
+        events: the numbers of instructions as they begin, and `~number` of programs as
+            they are completed.
+    """
+
+    def __init__(self, plan, at_once=2):
+        self.plan, self.at_once, self.events = plan, at_once, []
+        self.may_end = {i: Event() for i in range(len(plan))}
+        self.began = {i: Event() for i in range(len(plan))}
+        self.errors = {}
+
+    def __call__(self, instruction):
+        index = next(i for i in range(len(self.plan)) if self.plan[i] is instruction)
+        self.events.append(index)
+        self.began[index].set()
+        return partial(self.end, index) if instruction.link == Link.DEVICE else None
+
+    def end(self, index):
+        assert self.may_end[index].wait(timeout=60)
+        self.events.append(~index)
+        if index in self.errors:
+            raise self.errors[index]
+
+    def run(self, *steps):
+        """Run the plan; each of `steps` waits for a beginning, or (~n) lets n end."""
+        progress, found = Progress(len(self.plan)), []
+
+        def work():
+            try:
+                run_links(self.plan, self, progress, programs_at_once=self.at_once)
+            except Exception as error:
+                found.append(error)
+
+        thread = Thread(target=work)
+        thread.start()
+        for step in steps:
+            if step < 0:
+                self.may_end[~step].set()
+            else:
+                assert self.began[step].wait(timeout=60)
+        thread.join(timeout=60)
+        assert not thread.is_alive() and workers() == []
+        return found
+
+
+def test_a_program_is_given_while_the_one_before_it_runs():
+    device = Device([program("a"), program("b", (0,)), program("c", (1,))])
+    # Each ends only after the next has begun.
+    assert device.run(0, 1, ~0, 2, ~1, ~2) == []
+    assert device.events == [0, 1, ~0, 2, ~1, ~2]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_device_never_has_more_programs_than_it_may(at_once):
+    device = Device([program("a", (i - 1,) if i else ()) for i in range(20)], at_once)
+    for event in device.may_end.values():
+        event.set()
+    assert device.run() == []
+    running = 0
+    for event in device.events:
+        running += 1 if event >= 0 else -1
+        assert running <= at_once
+    assert len(device.events) == 40
+
+
+def test_memory_that_a_program_frees_is_given_to_the_next_but_to_no_transfer():
+    """The transfer waits for the second free, and so for what the first waits for."""
+    plan = [program("a"), program("b", (0,)), free(1), free(0)]
+    plan += [program("c", (2, 3)), fetch(3)]
+    device = Device(plan, 3)
+    assert device.run(0, 1, 2, 3, 4, ~0, ~1, 5, ~4) == []
+    assert device.events.index(5) > device.events.index(~1)
+
+
+@pytest.mark.parametrize(
+    "held_back",
+    [
+        # By a transfer that comes after the first program, and that the third needs:
+        # it would get its memory after the second.
+        [program("a"), fetch(0), program("b"), program("c", (1,))],
+        # By the way of the result to the host and back.
+        [program("a"), offload(0), free(1), program("b", (2,))],
+        # It overwrites what the first computes.
+        [program("a"), program("A", (0,))],
+        # Memory of the host is not the device's.
+        [program("a"), free(0, tier=Tier.HOST), program("b", (1,))],
+    ],
+)
+def test_a_program_is_not_given_ahead_of(held_back):
+    device = Device(held_back)
+    for event in device.may_end.values():
+        event.set()
+    assert device.run() == []
+    second = [i for i in device.events if i > 0 and held_back[i].link == C][0]
+    assert device.events.index(~0) < device.events.index(second)
+
+
+def test_the_error_of_a_program_that_was_given_ahead_has_its_name():
+    """The next one has no inputs, and fails as it is given."""
+    device = Device([program("a"), program("b", (0,)), offload(1)])
+    device.errors = {0: OSError("broken"), 1: ValueError("no input")}
+    (error,) = device.run(1, ~1, ~0)
+    assert isinstance(error, OSError)
+    assert error.__notes__ == ["in instruction #0 on the link device: forward s @0"]
+    assert 2 not in device.events
+
+
+def test_what_fails_as_it_is_given_waits_for_what_was_given_before():
+    class Refusing(Device):
+        def __call__(self, instruction):
+            super().__call__(instruction)
+            if self.events[-1] == 1:
+                raise ValueError("the second")
+            return partial(self.end, 0)
+
+    device = Refusing([program("a"), program("b")])
+    device.errors = {0: OSError("the first")}
+    (error,) = device.run(1, ~0)
+    assert str(error) == "the first"
+
+
+def test_the_time_of_a_program_begins_when_the_one_before_it_ends():
+    device = Device([program("a"), program("b", (0,))])
+
+    def end(index):
+        assert device.began[1].wait(timeout=60)
+        clock.advance(5.0)
+
+    device.end = end
+    with still("perf_counter", links) as clock:
+        progress = Progress(2)
+        run_links(device.plan, device, progress, programs_at_once=2)
+    timeline = progress.timeline
+    assert (timeline.start, timeline.end) == ((0.0, 5.0), (5.0, 10.0))

@@ -2,7 +2,7 @@
 
 from zinf.core.memory.closing import close_when_dropped, wait_for_closing
 from zinf.core.memory.device import DeviceStore, to_device, to_host
-from zinf.core.memory.host.alias import device_alias, host_alias
+from zinf.core.memory.host.alias import device_alias, has_host_memory, host_alias
 from zinf.core.memory.host.aligned import aligned_empty
 from zinf.core.memory.host.store import HostStore
 from zinf.core.memory.ledger import BudgetExceeded, Ledger
@@ -37,6 +37,7 @@ __all__ = [
     "close_when_dropped",
     "device_alias",
     "gathered",
+    "has_host_memory",
     "host_alias",
     "in_device_form",
     "open_stores",

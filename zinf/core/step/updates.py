@@ -192,7 +192,10 @@ class Updates:
         operands: Sequence[Any],
         decided: Pending,
     ) -> Sequence[Any]:
-        """Compute new values of `update.results` on the tier; complete on return."""
+        """Compute new values of `update.results` on the tier.
+
+        Those on the host are complete on return.
+        """
         step = self.steps[tier][update]
         if tier == Tier.DEVICE and update in self.own_parts:
             gradient = in_device_form(gradient, self.own_parts[update].layout)
@@ -200,7 +203,7 @@ class Updates:
         if tier == Tier.HOST:
             arguments = jax.device_put(arguments, self.cpu)
         results = step(decided.factor, decided.step_values, *arguments)
-        return jax.block_until_ready(results)
+        return jax.block_until_ready(results) if tier == Tier.HOST else results
 
     def apply_in_place(
         self,

@@ -6,7 +6,6 @@ the optimizer decide what is computed.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.core.memory import Stores, in_device_form
+from zinf.core.memory import Stores, has_host_memory, in_device_form
 from zinf.core.optim.decision import Decision, Pending
 from zinf.core.plan import (
     Accumulate,
@@ -41,7 +40,7 @@ from zinf.core.segment import Segment
 from zinf.core.sharding import Layouts
 from zinf.core.step.joint import Joint, JointUpdate, jointly_and_singly
 from zinf.core.step.run.chosen import ChosenExperts
-from zinf.core.step.run.links import Progress, run_links
+from zinf.core.step.run.links import Progress, Wait, run_links
 from zinf.core.step.run.transfer import Mover
 from zinf.core.step.sums import accumulated, accumulated_rows, sum_squares
 
@@ -140,7 +139,12 @@ def run_plan(
     progress = Progress(len(plan.instructions))
     record.plan = plan
     try:
-        run_links(plan.instructions, run.execute, progress)
+        run_links(
+            plan.instructions,
+            run.execute,
+            progress,
+            programs_at_once=run.programs_at_once,
+        )
     except BaseException:
         run.drop_copies()
         pending = [progress.has_begun(i) for i in plan.pending_changes]
@@ -170,7 +174,18 @@ def run_alone(
     record = StepRecord(plan, decision=decided.decision)
     run = _StepRun(work, stores, seeds, record, plan)
     run.step_values = decided.step_values
-    run.execute(instruction)
+    if (wait := run.execute(instruction)) is not None:
+        wait()
+
+
+def programs_at_once(device: jax.Device) -> int:
+    """How many programs a device has at most: one runs, and one waits behind it.
+
+    More would delay transfers ([Note: ahead]). A device of the CPU backend gets one at
+    a time. It runs programs at the same time if they do not depend on each other, and
+    then takes more memory than the plan counts.
+    """
+    return 1 if has_host_memory(device) else 2
 
 
 class _StepRun:
@@ -187,52 +202,87 @@ class _StepRun:
         self.copies: set[Copy] = set()
         self.mover = Mover(stores, work.layouts, plan.shared)
         self.step_values: Sequence[Any] = ()
+        self.programs_at_once = programs_at_once(stores.device.device)
+        self.runs_ahead = self.programs_at_once > 1
+        # Of the last instruction of the device link, bytes that are not released.
+        self.workspace: list[tuple[Tier, int]] = []
 
-    def execute(self, instruction: Instruction) -> None:
-        operation = instruction.operation
+    def execute(self, instruction: Instruction) -> Wait | None:
+        """Run an instruction, or give its programs to the devices.
+
+        Returns what waits until they are complete; None if the instruction is.
+        """
         self.copies.update(instruction.creates)
-        with self.working_in(instruction):
-            match operation:
-                case Transfer():
-                    self.stores.heap.relieve(instruction.allocates)
-                    self.mover.move(operation)
-                    self.record.moved_bytes[instruction.link] += instruction.nbytes
-                case Run():
-                    new = (*instruction.allocates, *instruction.workspace)
-                    self.stores.heap.relieve(new)
-                    self.run(operation, instruction)
-                case FetchChosen():
-                    assert self.work.chosen is not None
-                    given = operation, instruction, self.stores
-                    moved = self.work.chosen.fetch(*given)
-                    self.record.moved_bytes[instruction.link] += moved
-                case Accumulate():
-                    self.accumulate(operation, instruction.creates)
-                case SumParts():
-                    self.sum_parts(operation)
-                case SumSquares():
-                    self.sum_squares(operation)
-                case Decide():
-                    self.decide(operation)
-                case Update():
-                    self.update(operation, instruction.creates)
-                case Free():
-                    for array in operation.arrays:
-                        self.stores[operation.tier].free(array)
-                        self.copies.discard((array, operation.tier))
-                    self.stores.heap.relieve()
-                case _:
-                    raise AssertionError(f"no way to execute {operation}")
-
-    @contextmanager
-    def working_in(self, instruction: Instruction) -> Any:
-        for tier, nbytes in instruction.workspace:
+        if instruction.link == Link.DEVICE:
+            # Its programs use this memory after those of the last instruction.
+            self.release(self.workspace)
+        workspace = list(instruction.workspace)
+        for tier, nbytes in workspace:
             self.stores[tier].ledger.reserve(nbytes, str(instruction.operation))
+        computed: Sequence[jax.Array] = ()
         try:
-            yield
+            computed = self.begin(instruction)
         finally:
-            for tier, nbytes in instruction.workspace:
-                self.stores[tier].ledger.release(nbytes)
+            if not computed:
+                self.release(workspace)
+        if not computed:
+            return None
+        self.workspace = workspace
+        return partial(self.complete, computed, workspace)
+
+    def complete(
+        self, computed: Sequence[jax.Array], workspace: list[tuple[Tier, int]]
+    ) -> None:
+        try:
+            jax.block_until_ready(computed)
+        finally:
+            self.release(workspace)
+
+    def release(self, workspace: list[tuple[Tier, int]]) -> None:
+        """Release bytes, unless the other thread that may do so has."""
+        while workspace:
+            try:
+                tier, nbytes = workspace.pop()
+            except IndexError:
+                return
+            self.stores[tier].ledger.release(nbytes)
+
+    def begin(self, instruction: Instruction) -> Sequence[jax.Array]:
+        """Returns results of all programs that may not be complete yet."""
+        operation = instruction.operation
+        computed: Sequence[jax.Array] = ()
+        match operation:
+            case Transfer():
+                self.stores.heap.relieve(instruction.allocates)
+                self.mover.move(operation)
+                self.record.moved_bytes[instruction.link] += instruction.nbytes
+            case Run():
+                new = (*instruction.allocates, *instruction.workspace)
+                self.stores.heap.relieve(new)
+                computed = self.run(operation, instruction)
+            case FetchChosen():
+                assert self.work.chosen is not None
+                given = operation, instruction, self.stores
+                moved = self.work.chosen.fetch(*given)
+                self.record.moved_bytes[instruction.link] += moved
+            case Accumulate():
+                computed = self.accumulate(operation, instruction.creates)
+            case SumParts():
+                computed = self.sum_parts(operation)
+            case SumSquares():
+                computed = self.sum_squares(operation)
+            case Decide():
+                self.decide(operation)
+            case Update():
+                computed = self.update(operation, instruction.creates)
+            case Free():
+                for array in operation.arrays:
+                    self.stores[operation.tier].free(array)
+                    self.copies.discard((array, operation.tier))
+                self.stores.heap.relieve()
+            case _:
+                raise AssertionError(f"no way to execute {operation}")
+        return computed
 
     def read(self, array: ArrayId, tier: Tier) -> Any:
         return self.stores[tier].read(array).result()
@@ -248,7 +298,7 @@ class _StepRun:
             return content
         gathered = in_device_form(content, self.work.layouts.of(array))
         if gathered is not content:
-            self.stores.device.write(array, jax.block_until_ready(gathered)).result()
+            self.write_computed([(array, tier)], [gathered])
         return gathered
 
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
@@ -256,14 +306,24 @@ class _StepRun:
 
     def write_computed(
         self, copies: Sequence[Copy], contents: Sequence[jax.Array]
-    ) -> None:
-        """Write computed contents to copies; wait until they are computed."""
+    ) -> list[jax.Array]:
+        """Write what a program computes to copies.
+
+        Returns what the program is complete with: if the device link runs ahead, the
+        smallest of the contents. Else it is complete on return.
+        """
+        waits = not self.runs_ahead
         try:
             for copy, content in zip(copies, contents, strict=True):
                 self.write(*copy, content)
+        except BaseException:
+            waits = True
+            raise
         finally:
             # Later instructions may free the inputs of the computation.
-            jax.block_until_ready(contents)
+            if waits:
+                jax.block_until_ready(contents)
+        return [] if waits else sorted(contents, key=lambda x: x.nbytes)[:1]
 
     def drop_copies(self) -> None:
         # After a failed instruction the store may or may not contain its copies. Wholes
@@ -273,7 +333,7 @@ class _StepRun:
                 self.stores[tier].free(array)
         self.copies.clear()
 
-    def run(self, operation: Run, instruction: Instruction) -> None:
+    def run(self, operation: Run, instruction: Instruction) -> list[jax.Array]:
         segment = self.work.segments[operation.segment]
         spec = segment.spec
         is_backward = operation.kind in (Pass.BACKWARD, Pass.KEPT)
@@ -296,10 +356,13 @@ class _StepRun:
                 count = len(spec.active_outputs)
                 cotangents, residuals = rest[:count], rest[count:]
                 results = segment.backward_from(params, inputs, residuals, cotangents)
-        self.write_computed(instruction.writes, [x for some in results for x in some])
+        contents = [x for some in results for x in some]
+        return self.write_computed(instruction.writes, contents)
 
-    def accumulate(self, operation: Accumulate, creates: Sequence[Copy]) -> None:
-        numbers = dict(operation.row_numbers)
+    def accumulate(
+        self, operation: Accumulate, creates: Sequence[Copy]
+    ) -> list[jax.Array]:
+        numbers, computed = dict(operation.row_numbers), []
         for target, source in zip(operation.targets, operation.sources, strict=True):
             copy = target, Tier.DEVICE
             part = self.read(source, Tier.DEVICE)
@@ -311,9 +374,11 @@ class _StepRun:
             else:
                 is_wide = target.role in (Role.GRADIENT, Role.PARTS)
                 total = accumulated(total, part, is_wide=is_wide)
-            self.write_computed([copy], [total])
+            computed += self.write_computed([copy], [total])
+        return computed
 
-    def sum_parts(self, operation: SumParts) -> None:
+    def sum_parts(self, operation: SumParts) -> list[jax.Array]:
+        computed = []
         for source, target, errors in zip(
             operation.parts, operation.targets, operation.errors, strict=True
         ):
@@ -321,12 +386,13 @@ class _StepRun:
             before = [self.read_there(a, Tier.DEVICE) for a in errors]
             total, after = self.work.sum_parts(target, parts, before)
             copies = [(a, Tier.DEVICE) for a in (target, *errors)]
-            self.write_computed(copies, [total, *after])
+            computed += self.write_computed(copies, [total, *after])
+        return computed
 
-    def sum_squares(self, operation: SumSquares) -> None:
+    def sum_squares(self, operation: SumSquares) -> list[jax.Array]:
         gradients = [self.read(a, Tier.DEVICE) for a in operation.gradients]
         target = operation.target, Tier.DEVICE
-        self.write_computed([target], [sum_squares(gradients)])
+        return self.write_computed([target], [sum_squares(gradients)])
 
     def decide(self, operation: Decide) -> None:
         losses = [float(self.read(a, Tier.HOST)) for a in operation.losses]
@@ -337,18 +403,21 @@ class _StepRun:
         self.step_values = self.work.step_values(decision, squares)
         self.record.decision = decision
 
-    def update(self, operation: Update, creates: Sequence[Copy]) -> None:
+    def update(self, operation: Update, creates: Sequence[Copy]) -> list[jax.Array]:
         decided = self.decided_for(operation)
         if decided.decision.skips:
             self.refresh(self.work.units[operation.unit].arrays, creates)
-            return
+            return []
         self.record.has_updated |= not operation.is_pending
         units, joint = self.work.units, self.work.joint
         together, single = jointly_and_singly(operation, units, joint)
+        computed = []
         for each in together:
-            self.update_jointly(each, decided)
+            computed += self.update_jointly(each, decided)
         for array_update in single:
-            self.update_array(array_update, operation.tier, decided, creates)
+            given = array_update, operation.tier, decided, creates
+            computed += self.update_array(*given)
+        return computed
 
     def decided_for(self, operation: Update) -> Pending:
         if operation.is_pending:
@@ -373,19 +442,21 @@ class _StepRun:
         tier: Tier,
         decided: Pending,
         creates: Sequence[Copy],
-    ) -> None:
+    ) -> list[jax.Array]:
         gradient = self.gradient_block(array_update, tier)
         if self.work.is_in_place(array_update, tier):
             self.update_in_place(array_update, gradient, decided, creates)
-            return
+            return []
         operands = [self.read_there(a, tier) for a in array_update.operands]
         results = self.work.update(array_update, tier, gradient, operands, decided)
-        for array, content in zip(array_update.results, results, strict=True):
-            if tier == Tier.HOST:
-                content = np.asarray(content)
-            self.write(array, tier, content)
+        copies = [(array, tier) for array in array_update.results]
+        if tier == Tier.DEVICE:
+            return self.write_computed(copies, results)
+        for copy, content in zip(copies, results, strict=True):
+            self.write(*copy, np.asarray(content))
+        return []
 
-    def update_jointly(self, joint: JointUpdate, decided: Pending) -> None:
+    def update_jointly(self, joint: JointUpdate, decided: Pending) -> list[jax.Array]:
         gradients = [self.gradient_block(u, Tier.DEVICE) for u in joint.arrays]
         operands = []
         for array_update in joint.arrays:
@@ -395,7 +466,7 @@ class _StepRun:
         step_values = decided.step_values
         results = joint.step(decided.factor, step_values, gradients, operands)
         targets = [(a, Tier.DEVICE) for u in joint.arrays for a in u.results]
-        self.write_computed(targets, [x for some in results for x in some])
+        return self.write_computed(targets, [x for some in results for x in some])
 
     def update_in_place(
         self,
