@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import ConfigSource, make_planner, measuring
+from zinf.core.engine.named import MASTER, instead_of
 from zinf.core.engine.recent import SameFunction
 from zinf.core.engine.runners import OtherLoss
 from zinf.core.engine.tempered import tempered
@@ -106,6 +107,7 @@ class ModuleEngine(Engine):
         *,
         key: jax.Array | None = None,
         num_microbatches: int = 1,
+        kind: str = MASTER,
     ) -> Any:
         """What a function computes from the module and a batch; see `Engine.apply`.
 
@@ -115,9 +117,9 @@ class ModuleEngine(Engine):
                 mode of `module.eval()`. Changes to the module are dropped.
         """
         with self._turn.of("apply"):
-            return self._programs.apply(
-                function, batch, key, num_microbatches, self._of_params()
-            )
+            given = function, batch, key, num_microbatches, self._of_params()
+            instead = instead_of(self.planner, kind)
+            return self._programs.apply(*given, instead=instead)
 
     def _of_params(self) -> Callable[[Callable], Callable]:
         return partial(_ModuleFunction, self._graphdef)

@@ -22,6 +22,7 @@ from tests.robustness.small import (
     on_nvme,
 )
 from tests.unit.refusals import error_of, text_of
+from zinf.core.optim.average import with_reference
 from zinf.core.plan import InfeasibleError, Pass, Run, Transfer
 from zinf.core.program import Role, Tier
 from zinf.core.segment import executables
@@ -294,3 +295,22 @@ def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     names = run_example("## What else runs over the residents")
     assert names["scores"].shape == (8,)
     assert np.all(names["scores"] < 0)
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_reference_that_moves_is_applied_from_where_it_rests(tier, tmp_path):
+    config = {} if tier == "device" else on_nvme(tmp_path)
+    tx = optax.chain(SGD, with_reference(0.25, every=2))
+    with zinf.initialize(loss_fn, init, tx, config, batch=draw()) as engine:
+        wanted = engine.params()
+        before = engine.apply(logits, draw(9))
+        for step in range(4):
+            engine.step(draw(step))
+            if step % 2:
+                wanted = jax.tree.map(
+                    lambda x, w: 0.75 * x + 0.25 * w, wanted, engine.params()
+                )
+            found = engine.apply(logits, draw(9), kind="reference")
+            if not step:
+                np.testing.assert_array_equal(found, before)
+            np.testing.assert_allclose(found, logits(wanted, draw(9)), atol=1e-6)

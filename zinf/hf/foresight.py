@@ -17,9 +17,11 @@ from jax.sharding import Mesh
 from zinf.adapt import Adapted
 from zinf.core.config import Config
 from zinf.core.engine.initialize import make_planner
+from zinf.core.engine.named import MASTER, instead_of
+from zinf.core.optim.average import REFERENCE
 from zinf.core.plan import InfeasibleError
 from zinf.core.program import Tier
-from zinf.core.segment import user_function
+from zinf.core.segment import NOTHING, Instead, user_function
 from zinf.core.step.batch import batch_spec
 from zinf.core.step.forward import Forward, plan_forward
 from zinf.core.step.planner import Planner
@@ -227,14 +229,20 @@ class _Planning:
         asked = {"the model in training": (scores, SCORED)}
         asked |= {n: (f, ("input_ids",)) for n, f in self.drawing.asked(model).items()}
         found: dict[str, tuple[Callable, tuple[str, ...]]] = dict(asked)
+        kinds = {}
         if adapted is not None:
             found = {n: (adapted.applied(f), names) for n, (f, names) in asked.items()}
             if settings.penalty:
                 base = adapted.unchanged(scores, reads=model.parts[""].specs)
                 found["the reference (the base)"] = base, SCORED
+        elif config.syncs_reference:
+            found["the reference"] = scores, SCORED
+            kinds["the reference"] = REFERENCE
         for title, (function, names) in found.items():
             rest = self._batch(names), config.num_microbatches
-            made = _forward(trained.planner, trained.at_rest, function, *rest)
+            instead = instead_of(trained.planner, kinds.get(title, MASTER))
+            given = trained.planner, trained.at_rest, function, *rest
+            made = _forward(*given, instead=instead)
             seconds = self.num_batches * self.pace.timeline(made).seconds
             self.scorings.append(Scoring(title, seconds))
 
@@ -293,6 +301,8 @@ def _forward(
     function: Callable,
     batch: Mapping[str, Any],
     num_microbatches: int,
+    *,
+    instead: Instead = NOTHING,
 ) -> Forward:
     """The pass of a function over a batch, beside the arrays at rest."""
     setting = {"setting": "num_microbatches"}
@@ -302,4 +312,5 @@ def _forward(
         batch_spec(batch, num_microbatches, planner.num_shares, **setting),
         at_rest,
         num_microbatches=num_microbatches,
+        instead=instead,
     )

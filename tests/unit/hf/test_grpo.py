@@ -214,6 +214,11 @@ def numbers(output, first=0):
 
 
 ADAPTER = SimpleNamespace(r=4, lora_alpha=8.0, target_modules=None)
+SYNCED = {
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
+    "ref_model_mixup_alpha": 0.75,
+}
 
 
 @pytest.mark.slow
@@ -223,11 +228,13 @@ ADAPTER = SimpleNamespace(r=4, lora_alpha=8.0, target_modules=None)
         {"num_iterations": 2, "gradient_accumulation_steps": 2, "play": reply},
         {"beta": 0.1, "algorithm": "rloo"},
         {"beta": 0.1, "loss_type": "dr_grpo", "steps_per_generation": 2},
+        {"beta": 0.1, **SYNCED},
     ],
 )
 def test_a_trainer_goes_on_bit_equal_within_a_rollout(changes, tmp_path):
     folder = often_ending(tmp_path)
-    peft = ADAPTER if "beta" in changes else None
+    is_synced = "sync_ref_model" in changes
+    peft = ADAPTER if "beta" in changes and not is_synced else None
 
     def train(name, steps, **named):
         with trainer(
@@ -263,6 +270,31 @@ def test_a_reference_of_all_weights_shares_the_budgets(tmp_path):
         assert made.engine.reference.frozen.engine.num_steps == 0
     kl = [m["kl"] for m in metrics_of(tmp_path / "out")]
     assert 0 <= kl[0] < 1e-6 < 1e-4 < kl[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_reference_that_is_synced_is_the_model_mixed_into_it(tier, tmp_path):
+    folder, config = model_folder(tmp_path), on_tier(tier, tmp_path)
+    named = {"beta": 0.1, "max_steps": 2, **SYNCED}
+    with trainer(folder, tmp_path / "out", config=config, **named) as made:
+        engine, path = made.engine, "model.norm.weight"
+        assert engine.reference is None
+        before = engine.get(path)
+        np.testing.assert_array_equal(engine.get(path, "reference"), before)
+        made.train()
+        mixed = 0.25 * before + 0.75 * engine.get(path)
+        found = engine.get(path, "reference")
+        np.testing.assert_allclose(found, mixed, rtol=1e-6)
+        # After the move the model is nearer to it than to what it was.
+        batch = next(iter(made.rollouts))
+        scored = {name: batch[name] for name in ("input_ids", "labels")}
+        own = engine.log_probabilities(scored)
+        reference = engine.log_probabilities(scored, kind="reference")
+        gap = np.abs(own - reference).max()
+        assert 0 < gap < 0.5 * np.abs(own).max()
+    kl = [m["kl"] for m in metrics_of(tmp_path / "out")]
+    assert 0 <= kl[0] < 1e-6 < kl[1]
 
 
 TIERS = ("device", "host")

@@ -302,7 +302,7 @@ def test_what_does_not_go_together_is_refused_by_name():
         "steps_per_generation. Remove one": (
             lambda: Grpo(steps_per_generation=2, generation_batch_size=16)
         ),
-        "not supported yet": lambda: Grpo(sync_ref_model=True),
+        "moves a reference, and there is none": lambda: Grpo(sync_ref_model=True),
         "vespo reads the corrections of tokens": lambda: Grpo(loss_type="vespo"),
         "no effect with vespo": lambda: Grpo(
             loss_type="vespo",

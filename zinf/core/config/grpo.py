@@ -64,7 +64,7 @@ class Grpo(Completions):
 
     beta: NonNegative = 0.0
     """Factor of the divergence from the reference, which is the model as training
-    begins. 0: there is no reference."""
+    begins, or moves towards it (sync_ref_model). 0: there is no reference."""
 
     epsilon: Positive = 0.2
     """Ratios of probabilities are clipped below 1 - epsilon."""
@@ -132,7 +132,8 @@ class Grpo(Completions):
     """The largest correction."""
 
     sync_ref_model: Flag = False
-    """Move the reference towards the model every ref_model_sync_steps."""
+    """Move the reference towards the model every ref_model_sync_steps. It then rests as
+    optimizer state does, 4 bytes a parameter, and is saved."""
 
     ref_model_mixup_alpha: Annotated[Number, Field(ge=0, le=1)] = 0.6
     """Share of the model in the reference that moves."""
@@ -145,9 +146,9 @@ class Grpo(Completions):
         return self.num_generations
 
     def violations(self) -> Iterator[Violation]:
-        if self.sync_ref_model:
-            text = "is not supported yet: the reference is the model as training begins"
-            yield ("sync_ref_model",), f"{text}. Set it to false."
+        if self.sync_ref_model and not self.beta:
+            text = "moves a reference, and there is none, as beta is 0"
+            yield ("sync_ref_model",), f"{text}. Set beta, or leave it out."
         yield from self._of_vespo()
         if None not in (self.steps_per_generation, self.generation_batch_size):
             text = "says how many completions are drawn at once, and so does"

@@ -398,6 +398,9 @@ def _drawing(config: Settings) -> Iterator[Violation]:
             yield (name,), f"{text}. Remove it, or set the objective to {name}."
     if not config.data.traits.is_drawn:
         return
+    if config.syncs_reference and config.adapter is not None:
+        text = "moves the reference, which with adapters is their frozen base. Leave it"
+        yield ("grpo", "sync_ref_model"), f"{text} out, or train all weights."
     if config.run.evaluate_every is not None:
         text = f"is not supported with data.objective {objective} yet: rewards of"
         text = f"{text} training are in the metrics. Set it to null."

@@ -163,6 +163,11 @@ class Settings(DeepSpeedKeys):
         return self.ppo if self.data.objective == "ppo" else self.grpo
 
     @property
+    def syncs_reference(self) -> bool:
+        """Whether the reference moves: the optimizer then keeps it."""
+        return self.data.objective == "grpo" and self.grpo.sync_ref_model
+
+    @property
     def device_bytes(self) -> int | None:
         """Budget of the device tier; None: automatic."""
         return self.memory.device

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from zinf.core.engine.condition import Condition
-from zinf.core.engine.named import MASTER, averages_of
+from zinf.core.engine.named import MASTER, instead_of
 from zinf.core.engine.programs import Programs
 from zinf.core.engine.runners import Runners
 from zinf.core.engine.turn import Turn
@@ -93,6 +93,7 @@ class ForwardOnly(ABC):
         *,
         key: jax.Array | None = None,
         num_microbatches: int = 1,
+        kind: str = MASTER,
     ) -> Any:
         """What a function computes from the parameters and a batch. Takes no step.
 
@@ -115,6 +116,7 @@ class ForwardOnly(ABC):
                 go through a segment before the next segment starts, so arrays are
                 fetched once. Then every output must have one row for each row of the
                 microbatch.
+            kind: of the weights; see `evaluate_weighted`.
 
         Returns:
             what the function returns, as NumPy arrays in memory of the caller. Until
@@ -128,7 +130,9 @@ class ForwardOnly(ABC):
                 host has no room for the outputs.
         """
         with self._turn.of("apply"):
-            return self._programs.apply(function, batch, key, num_microbatches)
+            given = function, batch, key, num_microbatches
+            instead = instead_of(self._runners.planner, kind)
+            return self._programs.apply(*given, instead=instead)
 
     @overload
     def generate(
@@ -259,14 +263,19 @@ class ForwardOnly(ABC):
         ]
 
     def log_probabilities(
-        self, batch: Any, *, temperature: float = 1.0, num_microbatches: int = 1
+        self,
+        batch: Any,
+        *,
+        temperature: float = 1.0,
+        num_microbatches: int = 1,
+        kind: str = MASTER,
     ) -> np.ndarray:
         """The log-probability of each token of a batch given those before it.
 
         Args:
             batch: as for the loss of the model.
             temperature: logits are divided by it first.
-            num_microbatches: see `apply`.
+            num_microbatches, kind: see `apply`.
 
         Returns:
             float32 (sequences, tokens - 1) in nats. Tokens without a label have 0.
@@ -275,7 +284,8 @@ class ForwardOnly(ABC):
             ValueError: the engine trains a function, not a model that it knows.
         """
         function = self._token_scores(temperature)
-        return self.apply(function, batch, num_microbatches=num_microbatches)
+        how = {"num_microbatches": num_microbatches, "kind": kind}
+        return self.apply(function, batch, **how)
 
     def pass_seconds(
         self, function: Callable, batch: Any, *, num_microbatches: int = 1
@@ -303,11 +313,11 @@ class ForwardOnly(ABC):
 
     def _evaluation(self, batch: Any, kind: str) -> Evaluate:
         """The evaluation of batches of one shape; the first batch places all state."""
-        averages = None if kind == MASTER else averages_of(self._runners.planner, kind)
+        instead = instead_of(self._runners.planner, kind)
         current = self._runners.current
         if current is None:
             current = self._runners.prepare(batch, self._place)
-        return self._programs.evaluation(batch, kind, averages, current)
+        return self._programs.evaluation(batch, kind, instead, current)
 
     def _of_params(self) -> Callable[[Callable], Callable] | None:
         """The argument `of_params` of `user_function`; an engine of modules sets it."""

@@ -16,6 +16,7 @@ from zinf.core.memory import Residents
 from zinf.core.optim.separate import State
 from zinf.core.problem.problem import ParamSpec
 from zinf.core.program import ArrayId, Role
+from zinf.core.segment import NOTHING, Instead, StateArray
 from zinf.core.step.planner import Planner
 
 MASTER, COMPUTE, GRADIENT = "master", "compute", "gradient"
@@ -69,6 +70,20 @@ def averages_of(planner: Planner, kind: str) -> dict[str, State]:
             "'ema'."
         )
     return known[kind]
+
+
+def instead_of(planner: Planner, kind: str) -> Instead:
+    """What is read in place of parameters, to compute with weights of a kind.
+
+    Raises:
+        ValueError: see `averages_of`.
+    """
+    if kind == MASTER:
+        return NOTHING
+    return {
+        path: StateArray(state.slot, str(state.spec.dtype))
+        for path, state in averages_of(planner, kind).items()
+    }
 
 
 def _states(planner: Planner, path: str) -> dict[str, ArrayId]:

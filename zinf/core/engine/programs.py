@@ -1,6 +1,6 @@
 """Programs over the arrays of a run that take no step: evaluation, functions, texts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 from zinf.core.engine.random_key import microbatch_keys
 from zinf.core.engine.recent import Recent, SameFunction
 from zinf.core.engine.runners import Runners
-from zinf.core.optim.separate import State
 from zinf.core.plan import InfeasibleError
-from zinf.core.segment import Function, user_function
+from zinf.core.segment import NOTHING, Function, Instead, user_function
 from zinf.core.step.batch import (
     batch_spec,
     check_values,
@@ -66,24 +65,24 @@ class Programs:
         self,
         batch: Any,
         kind: str,
-        averages: Mapping[str, State] | None,
+        instead: Instead,
         current: AbstractRunner,
     ) -> Evaluate:
         """The evaluation of batches of one shape, with weights of a kind.
 
         Args:
-            averages: of a kind that is not "master": what is read in their place.
+            instead: of a kind that is not "master": what is read in their place.
         """
         shape, by_shape = signature(batch), self.runners.by_shape
 
         def make() -> Evaluate:
             spec = self.planner.batch_spec(batch)
             with with_shapes_before(batch, by_shape):
-                if averages is None:
+                if not instead:
                     training = by_shape.get(shape, current)
                     return training.evaluation(self.planner, spec)
                 rest = self.planner, self.runners.stores, spec, self.runners.at_rest()
-                return evaluation_by_segment(*rest, averages=averages)
+                return evaluation_by_segment(*rest, instead=instead)
 
         return self.made.get(("evaluate", kind, shape), make)
 
@@ -94,13 +93,20 @@ class Programs:
         key: jax.Array | None,
         num_microbatches: int,
         of_params: OfParams = None,
+        *,
+        instead: Instead = NOTHING,
     ) -> Any:
-        """See `Engine.apply`."""
+        """See `Engine.apply`.
+
+        Args:
+            instead: state arrays that are read in place of parameters.
+        """
         self.runners.condition.check()
         check_values(batch)
         current = self.runners.placed()
 
-        runner = self._runner_of(function, batch, key, num_microbatches, of_params)
+        given = function, batch, key, num_microbatches, of_params
+        runner = self._runner_of(*given, instead=instead)
         self.runners.flush()
         keys = [] if key is None else microbatch_keys(key, num_microbatches)
         outputs = runner.outputs(runner.run(batch, keys, current))
@@ -122,16 +128,20 @@ class Programs:
         key: jax.Array | None,
         num_microbatches: int,
         of_params: OfParams = None,
+        *,
+        instead: Instead = NOTHING,
     ) -> ForwardRunner:
         """The runner of a function on batches of one shape, planned once."""
         rest = num_microbatches, self.planner.num_shares
         spec = batch_spec(batch, *rest, setting="num_microbatches")
         kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
-        named = SameFunction(function), kind, signature(spec)
+        read = tuple(instead.items())
+        named = SameFunction(function), kind, signature(spec), read
 
         def make(before: ForwardRunner | None) -> ForwardRunner:
             found = user_function(function, self.planner.problem, key, of_params)
-            forward = self._pass(found, spec, num_microbatches, before)
+            rest = {"before": before, "instead": instead}
+            forward = self._pass(found, spec, num_microbatches, **rest)
             return ForwardRunner(forward, self.runners.stores, spec)
 
         # By the number of microbatches.
@@ -147,7 +157,9 @@ class Programs:
         function: Function,
         spec: Any,
         num_microbatches: int,
+        *,
         before: ForwardRunner | None,
+        instead: Instead,
     ) -> Forward:
         """The forward pass of a function over so many microbatches.
 
@@ -163,7 +175,8 @@ class Programs:
             with suppress(InfeasibleError):
                 forward = plan_again(*again, **count)
         if forward is None:
-            forward = plan_forward(self.planner, function, spec, at_rest, **count)
+            rest = self.planner, function, spec, at_rest
+            forward = plan_forward(*rest, **count, instead=instead)
         if num_microbatches > 1:
             check_rows_of_outputs(forward, spec, function.name)
         return forward

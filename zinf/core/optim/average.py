@@ -1,5 +1,6 @@
-"""An exponential moving average of the weights, as a transform of optax."""
+"""Averages of the weights, as transforms of optax."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -49,25 +50,71 @@ def with_ema(decay: float, *, update_after: int = 0) -> optax.GradientTransforma
     if update_after < 0:
         raise ValueError(f"update_after is {update_after}; it cannot be negative.")
 
-    def init(params: optax.Params) -> AverageState:
-        ema = jax.tree.map(lambda p: jnp.array(p, _wide(p)), params)
-        return AverageState(jnp.zeros([], jnp.int32), ema)
+    def shares(num_updates: jax.Array) -> tuple[Any, Any]:
+        old = jnp.where(num_updates < update_after, 0.0, decay)
+        return old, 1 - old
+
+    return _averaging(AverageState, shares, "zinf.with_ema")
+
+
+class ReferenceState(NamedTuple):
+    """A reference, shaped as the parameters; `num_updates` counts those done."""
+
+    num_updates: jax.Array
+    reference: optax.Params
+
+
+REFERENCE = ReferenceState._fields[-1]
+AVERAGES = (AverageState, ReferenceState)
+
+
+def with_reference(alpha: float, *, every: int) -> optax.GradientTransformation:
+    """Keep the weights as they were, moved towards the weights at times.
+
+    After every `every` updates the reference becomes `(1 - alpha) * reference + alpha *
+    w` of the new weights w, as `SyncRefModelCallback` of TRL has it. Else it is as
+    `with_ema`, and read as its average is, by the kind "reference".
+    """
+
+    def shares(num_updates: jax.Array) -> tuple[Any, Any]:
+        new = jnp.where((num_updates + 1) % every == 0, alpha, 0.0)
+        return 1 - new, new
+
+    return _averaging(ReferenceState, shares, "a reference")
+
+
+def _averaging(
+    kind: Callable[[jax.Array, Any], Any],
+    shares: Callable[[jax.Array], tuple[Any, Any]],
+    name: str,
+) -> optax.GradientTransformation:
+    """A transform that keeps averages of the weights and changes no update.
+
+    Args:
+        kind: one of `AVERAGES`.
+        shares: from the updates done, the share of the average as it is, and that of
+            the new weights.
+    """
+
+    def init(params: optax.Params) -> Any:
+        average = jax.tree.map(lambda p: jnp.array(p, _wide(p)), params)
+        return kind(jnp.zeros([], jnp.int32), average)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, AverageState]:
+    ) -> tuple[optax.Updates, Any]:
         if params is None:
-            raise ValueError("zinf.with_ema needs the parameters: update(..., params).")
-        old = jnp.where(state.num_updates < update_after, 0.0, decay)
-        new = 1 - old
+            raise ValueError(f"{name} needs the parameters: update(..., params).")
+        num_updates, average = state
+        old, new = shares(num_updates)
 
         def averaged(average: jax.Array, p: jax.Array, u: jax.Array) -> jax.Array:
             weight = (p + u).astype(p.dtype).astype(average.dtype)
             return old * average + new * weight
 
-        ema = jax.tree.map(averaged, state.ema, params, updates)
-        count: Any = optax.safe_increment(state.num_updates)
-        return updates, AverageState(count, ema)
+        average = jax.tree.map(averaged, average, params, updates)
+        count: Any = optax.safe_increment(num_updates)
+        return updates, kind(count, average)
 
     return optax.GradientTransformation(init, update)
 

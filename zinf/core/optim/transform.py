@@ -12,7 +12,7 @@ import optax
 from zinf.core.jaxpr import Graph, abstract, flatten, trace
 from zinf.core.jaxpr.compat import Var, literal
 from zinf.core.optim.apart import NO_GROUPS, NormGroups, clip_apart
-from zinf.core.optim.average import AverageState
+from zinf.core.optim.average import AVERAGES
 from zinf.core.optim.clipping import peel_clipping
 from zinf.core.optim.conditional import split_conditionals
 from zinf.core.optim.coupling import dependencies, refuse_accumulation
@@ -131,13 +131,14 @@ def trace_transform(
 
 def _averages(state: Any) -> frozenset[int]:
     """The numbers of the state arrays that `zinf.with_ema` keeps as averages."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AverageState))
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AVERAGES))
     first, found = 0, set[int]()
     for node in nodes:
         count = 1
-        if isinstance(node, AverageState):
+        if isinstance(node, AVERAGES):
+            _, average = node
             count = len(jax.tree.leaves(node))
-            num_averages = len(jax.tree.leaves(node.ema))
+            num_averages = len(jax.tree.leaves(average))
             found.update(range(first + count - num_averages, first + count))
         first += count
     return frozenset(found)

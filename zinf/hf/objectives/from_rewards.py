@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import jax
 
 from zinf.core.config import Config
+from zinf.core.engine.named import MASTER
+from zinf.core.optim.average import REFERENCE
 from zinf.core.rollouts import Prompt, Rewards
 from zinf.core.rollouts.asking import Function
 from zinf.core.rollouts.calls import Reward
@@ -250,28 +252,33 @@ def check_reference(config: Config) -> None:
 
 
 def has_copy(config: Config) -> bool:
-    """Whether the reference is a second copy of the model; see `Reference`."""
-    return config.completions.penalty > 0 and config.adapter is None
+    """Whether the reference is a second copy of the model; see `Reference`.
+
+    One that moves is among the state of the optimizer.
+    """
+    has_own = config.adapter is not None or config.syncs_reference
+    return config.completions.penalty > 0 and not has_own
 
 
 def drawn_by(rollouts: Kind, engine: ModelEngine, config: Config) -> Kind:
-    """Rollouts that an engine draws, with the model as it began as the reference.
+    """Rollouts that an engine draws, with the reference of a config.
 
     Reward models among the rewards are those beside the engine.
     """
     judges = engine.judges
     if not config.completions.penalty or engine.reference is not None:
         return rollouts.of(engine, engine.reference, judges)
-    adapted = engine.adapted
-    assert adapted is not None, "see `has_copy`"
+    adapted, kind = engine.adapted, REFERENCE
     temperature = config.completions.temperature
     model = engine.model
-    reads = model.parts[""].specs
-    function = adapted.unchanged(Scores(model, temperature), reads=reads)
+    function: Callable = Scores(model, temperature)
+    if adapted is not None:
+        reads = model.parts[""].specs
+        function, kind = adapted.unchanged(function, reads=reads), MASTER
 
     def reference(batch: Mapping[str, Any]) -> Any:
-        count = config.num_microbatches
-        return engine.apply(function, scored(batch), num_microbatches=count)
+        how = {"num_microbatches": config.num_microbatches, "kind": kind}
+        return engine.apply(function, scored(batch), **how)
 
     return rollouts.of(engine, reference, judges)
 

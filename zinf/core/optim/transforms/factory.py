@@ -27,7 +27,7 @@ from zinf.core.config.optimizer import (
 )
 from zinf.core.config.pace import Pace, counted_steps
 from zinf.core.config.scheduler import OneCycleParams
-from zinf.core.optim.average import with_ema
+from zinf.core.optim.average import with_ema, with_reference
 from zinf.core.optim.transforms.rules import (
     scale_by_adagrad,
     scale_by_clipped_trust_ratio,
@@ -66,7 +66,7 @@ def build_schedule(
 def build_optimizer(
     config: Config, scale: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """The config's optimizer with its schedule and its average, without clipping.
+    """The config's optimizer with its schedule and its averages, without clipping.
 
     Args:
         scale: see `build_schedule`.
@@ -75,11 +75,15 @@ def build_optimizer(
         ValueError: the config has no optimizer.
     """
     optimizer = _optimizer(config)
+    kept = []
+    if optimizer.ema is not None:
+        kept.append(with_ema(optimizer.ema, update_after=optimizer.ema_update_after))
+    if config.syncs_reference:
+        grpo = config.grpo
+        every = grpo.ref_model_sync_steps
+        kept.append(with_reference(grpo.ref_model_mixup_alpha, every=every))
     tx = _without_average(config, optimizer, scale)
-    if optimizer.ema is None:
-        return tx
-    average = with_ema(optimizer.ema, update_after=optimizer.ema_update_after)
-    return optax.chain(tx, average)
+    return optax.chain(tx, *kept) if kept else tx
 
 
 def _without_average(

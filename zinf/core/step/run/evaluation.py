@@ -1,15 +1,14 @@
 """Evaluates the loss segment by segment, from where the arrays of a step rest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
 from zinf.core.memory import Stores
-from zinf.core.optim.separate import State
 from zinf.core.problem.weighted import Weighted, weighed
-from zinf.core.segment import StateArray, evaluation_function
+from zinf.core.segment import NOTHING, Instead, evaluation_function
 from zinf.core.step.forward import plan_forward
 from zinf.core.step.run.forward import ForwardRunner
 from zinf.core.step.run.runner import AbstractRunner, Evaluate
@@ -24,21 +23,20 @@ def evaluation_by_segment(
     at_rest: AtRest,
     *,
     limits: Limits | None = None,
-    averages: Mapping[str, State] | None = None,
+    instead: Instead = NOTHING,
 ) -> Evaluate:
     """Plans and compiles an evaluation that runs segment by segment.
 
     Args:
         spec: shapes and dtypes of one microbatch.
         limits: the first limits on segments; None for those of the config.
-        averages: averages that are read in place of parameters, by the path of their
-            leaf.
+        instead: averages that are read in place of parameters.
 
     Raises:
         InfeasibleError: the evaluation does not fit beside the arrays at rest.
     """
     function = evaluation_function(setup.problem, setup.key)
-    if averages is not None:
+    if instead:
         function = replace(function, name="loss_fn of averages")
     forward = plan_forward(
         setup,
@@ -47,10 +45,7 @@ def evaluation_by_segment(
         at_rest,
         limits=limits,
         num_microbatches=setup.config.num_microbatches,
-        instead={
-            path: StateArray(state.slot, str(state.spec.dtype))
-            for path, state in (averages or {}).items()
-        },
+        instead=instead,
     )
     runner = ForwardRunner(forward, stores, spec)
 
