@@ -129,6 +129,28 @@ def compressed():
             "config_groups": {"group_0": scheme.model_dump(mode="json")},
         }
         yield name, section, tensors, read
+    yield from fp4()
+
+
+def fp4():
+    """Scales of groups in float8 and one of all, or exponents of 2."""
+    for name, size, strategy in (("nvfp4", 16, "tensor_group"), ("mxfp4", 32, "group")):
+        form, weight = f"{name}-pack-quantized", draw(11)
+        args = QuantizationArgs(
+            num_bits=4, type="float", strategy=strategy, group_size=size, symmetric=True
+        )
+        scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+        scales = weight.reshape(OUTPUTS, -1, size).abs().amax(-1) / 6
+        state = {"weight": weight, "weight_scale": 2 ** scales.log2().ceil()}
+        if name == "nvfp4":
+            whole = (448 / scales.max()).reshape(1)
+            rounded = (scales * whole).to(torch.float8_e4m3fn).float()
+            state |= {"weight_scale": rounded, "weight_global_scale": whole}
+        compressor = BaseCompressor.load_from_registry(form)
+        small = compressor.compress(state, scheme)
+        read = compressor.decompress(dict(small), scheme)["weight"]
+        section = {"quant_method": "compressed-tensors", "format": form}
+        yield name, section, {f"layer.{n}": x for n, x in small.items()}, read
 
 
 def bitsandbytes():

@@ -5,6 +5,7 @@ import tracemalloc
 from functools import partial
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -19,6 +20,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # isort: sk
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.checkpoint.grid import whole_box  # isort: skip
 from zinf.adapt.blocks import OF_BITS, Encoding  # isort: skip
 from zinf.hf.quantized import plain, refusal  # isort: skip
 from zinf.hf.weights import check_dtypes, to_torch  # isort: skip
@@ -268,8 +270,9 @@ def test_other_libraries_read_their_weights_as_zinf_does(name, tmp_path):
             "other": (3,),
         }
         check_dtypes(weights.specs)
-        # float32 products of the same numbers; bitsandbytes reads int8 in float16.
-        exact = {"rtol": 1e-3 if name == "int8" else 3e-7, "atol": 1e-7}
+        # float32 products of the same numbers, which some read in 16 bits.
+        rounding = {"int8": 1e-3, "nvfp4": 2**-7}.get(name, 3e-7)
+        exact = {"rtol": rounding, "atol": 1e-7}
         found = all_parts(weights, "layer.weight")
         np.testing.assert_allclose(found, wanted, **exact)
         rows = weights.read("layer.weight", ((3, 30), (0, wanted.shape[1])))
@@ -321,6 +324,57 @@ class InMemory(AbstractTensors):
         return self.arrays[name][tuple(slice(*edges) for edges in box)].copy()
 
 
+def to_nvfp4(tensors):
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors[name] = torch.full((rows, columns // 2), 0x21, dtype=torch.uint8)
+        scales = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+        tensors |= {f"{name}_scale": scales, f"{name}_scale_2": torch.tensor(0.5)}
+
+
+def test_a_folder_of_modelopt_has_all_weights(tmp_path):
+    stored(
+        llama(), tmp_path, to_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    )
+    model = hf.load(tmp_path)
+    files, weights = model.open_weights()
+    with files:
+        assert weights.specs.keys() == model.specs.keys()
+        found = weights.whole("model.layers.1.mlp.down_proj.weight")
+    np.testing.assert_array_equal(found[:, :2], [[0.25, 0.5]] * len(found))
+
+
+def test_weights_of_modelopt_are_codes_times_two_scales_and_float8_one():
+    name, section = "layer.weight", {"quant_method": "modelopt", "quant_algo": "FP8"}
+    assert refusal(section) is None
+    tensors = recorded("float 8 tensor")
+    codes = tensors[name].view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    given = {name: codes, f"{name}_scale": tensors[f"{name}_scale"].numpy()}
+    found = plain(InMemory(given), section)
+    scale = given["layer.weight_scale"].reshape(())
+    np.testing.assert_array_equal(
+        found.read(name, whole_box((32, 64))), given[name].astype(np.float32) * scale
+    )
+    tensors = recorded("nvfp4")
+    codes = tensors["layer.weight_packed"].numpy()
+    scales = tensors["layer.weight_scale"].float().numpy()
+    second = np.float32(1 / 3)
+    half = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table = np.array([*half, *(-x for x in half)], np.float32)
+    numbers = table[np.stack([codes & 15, codes >> 4], -1).reshape(32, 64)]
+    named = {
+        name: codes,
+        f"{name}_scale": scales.astype(ml_dtypes.float8_e4m3fn),
+        f"{name}_scale_2": np.array(second),
+        "layer.input_scale": np.array(second),
+    }
+    found = plain(InMemory(named), section | {"quant_algo": "NVFP4"})
+    wanted = numbers * np.repeat(scales * second, 16, axis=1)
+    np.testing.assert_array_equal(found.read(name, whole_box((32, 64))), wanted)
+    rows = found.read(name, ((5, 9), (3, 40)))
+    np.testing.assert_array_equal(rows, wanted[5:9, 3:40])
+
+
 BY_ROWS = ("compressed-tensors", "bitsandbytes")
 
 
@@ -340,7 +394,7 @@ def test_a_part_reads_the_scales_of_its_own_rows(name, tmp_path, monkeypatch):
         rows, width = weights.specs["layer.weight"].shape
         monkeypatch.setattr(SafetensorsFiles, "read", noting)
         weights.read("layer.weight", ((7, 8), (0, width)))
-        scales = [n for n in boxes_of if n.endswith(("_scale", ".absmax", ".SCB"))]
+        scales = [n for n in boxes_of if n.endswith(("t_scale", ".absmax", ".SCB"))]
         assert len(scales) == 1
         count = files.specs[scales[0]].shape[0]
     (low, high), *_ = boxes_of[scales[0]]
@@ -356,6 +410,7 @@ def test_a_part_reads_the_scales_of_its_own_rows(name, tmp_path, monkeypatch):
         ("awq", "layer.qzeros", "layer.qzeros is absent, and 'layer.qweight' "),
         ("pack 4", "layer.weight_shape", "layer.weight_shape is absent. Get the files"),
         ("pack 4", "layer.weight_scale", "layer.weight_scale is absent. Get the"),
+        ("nvfp4", "layer.weight_scale", "layer.weight_scale is absent. Get the"),
         ("nf4 nested", "layer.weight.nested_absmax", "nested_absmax is absent. Get"),
         ("nf4", "layer.weight.absmax", "layer.weight.absmax is absent, and "),
     ],
@@ -379,6 +434,7 @@ def test_a_part_that_is_missing_is_named(name, part, words, tmp_path):
         ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits, and "),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4"}, "format nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "algo W4A8_AWQ, and"),
         ({"quant_method": "hqq"}, "hqq"),
         ({}, "an unknown method"),
     ],

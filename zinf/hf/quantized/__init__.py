@@ -6,7 +6,8 @@
 | `mxfp4` | experts of gpt-oss |
 | `gptq` | 2, 4 or 8 bits in groups of inputs, also sorted ones (`desc_act`) |
 | `awq` | 4 bits in groups of inputs, of the version `gemm` |
-| `compressed-tensors` | `pack-quantized`, `int-quantized` and `float-quantized` |
+| `compressed-tensors` | ints of 2, 4 and 8 bits, float8, nvfp4 and mxfp4 |
+| `modelopt` | NVFP4, and float8 with one scale |
 | `bitsandbytes` | nf4, fp4, with absmax in 8 bits too; LLM.int8 |
 
 A method is a module here with a `find`, and a row in `METHODS`.

@@ -5,6 +5,7 @@
 | `pack-quantized` | `weight_packed` int32, `weight_scale`, `weight_shape` |
 | `int-quantized` | `weight` int8, `weight_scale` |
 | `float-quantized` | `weight` float8, `weight_scale` |
+| `nvfp4-pack-quantized`, `mxfp4-pack-quantized` | see `fp4` |
 
 A scale is of a group of inputs, of an output, or of all of a weight. With
 `weight_zero_point` the code of 0 is not 0, and `weight_g_idx` has the group of each
@@ -21,6 +22,7 @@ import numpy as np
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.sharding import Box
+from zinf.hf.quantized import fp4
 from zinf.hf.quantized.packed import (
     WORD,
     Packed,
@@ -32,7 +34,13 @@ from zinf.hf.quantized.packed import (
 )
 from zinf.hf.quantized.rounding import Grid, Rounded
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized")
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
 BITS = (2, 4, 8)
 WEIGHT = "weight"
 PACKED, SCALE, ZERO = "_packed", "_scale", "_zero_point"
@@ -83,25 +91,37 @@ def parts_of(rounded: Rounded, grid: Grid) -> dict[str, np.ndarray]:
     }
 
 
-def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Rows"]:
+def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, Packed]:
     """The weights of `NAME_packed`, and those with `NAME_scale` beside them."""
-    found = {}
+    found: dict[str, Packed] = {}
     for part in files.specs:
         if part.endswith(f"{WEIGHT}{PACKED}"):
             name = part.removesuffix(PACKED)
             found[name] = _packed(files, name)
         name = part.removesuffix(SCALE)
         if part.endswith(f"{WEIGHT}{SCALE}") and name in files.specs:
-            parts = (name, *_beside(files, name, (SCALE, ZERO)))
-            found[name] = _rows(files, parts, files.specs[name].shape, 0)
+            found[name] = scaled(files, name)
     return found
 
 
-def _packed(files: AbstractTensors, name: str) -> "Rows":
+def scaled(files: AbstractTensors, name: str) -> "Rows":
+    """A weight of plain numbers, with scales and maybe codes of 0 beside it.
+
+    Raises:
+        ValueError: scales are of another shape.
+    """
+    parts = (name, *_beside(files, name, (SCALE, ZERO)))
+    return _rows(files, parts, files.specs[name].shape, 0)
+
+
+def _packed(files: AbstractTensors, name: str) -> Packed:
     codes = f"{name}{PACKED}"
-    for needed in (f"{name}{SHAPE}", f"{name}{SCALE}"):
+    is_fp4 = files.specs[codes].dtype == "uint8"
+    for needed in (f"{name}{SCALE}", *([] if is_fp4 else [f"{name}{SHAPE}"])):
         if needed not in files.specs:
             raise ValueError(f"{needed} is absent. Get the files again.")
+    if is_fp4:
+        return fp4.of_codes(files, name, codes, second=fp4.GLOBAL, divides=True)
     outputs, inputs = (int(x) for x in read_whole(files, f"{name}{SHAPE}"))
     width = files.specs[codes].shape[1]
     fitting = [bits for bits in BITS if -(-inputs * bits // WORD) == width]

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from zinf.core.interchange.tensors import AbstractTensors
-from zinf.hf.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from zinf.hf.quantized import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp4,
+)
 from zinf.hf.quantized.packed import Dequantized, Packed
 
 # The section quantization_config of config.json.
@@ -31,6 +39,7 @@ METHODS = {
     "gptq": Method(gptq.find, gptq.refusal),
     "awq": Method(awq.find, awq.refusal),
     "compressed-tensors": Method(compressed_tensors.find, compressed_tensors.refusal),
+    "modelopt": Method(modelopt.find, modelopt.refusal),
     "bitsandbytes": Method(bitsandbytes.find, lambda section: None),
 }
 # Methods that names of tensors show, where config.json says nothing.
