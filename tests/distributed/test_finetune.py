@@ -1,10 +1,13 @@
-"""`zinf finetune` in several real processes tunes a published model as one does."""
+"""`zinf finetune`, `grpo` and `ppo` in several processes tune a model as one does."""
+
+import json
+import shutil
 
 import numpy as np
 import pytest
 
 from tests.distributed.processes import Ended, free_port, run_all
-from tests.unit.hf.models import data_file, metrics_of, model_folder, write
+from tests.unit.hf.models import data_file, judge, metrics_of, model_folder, write
 from zinf.cli import USER_ERROR
 from zinf.distributed.group import ENDED_BY_ANOTHER
 
@@ -15,23 +18,17 @@ pytestmark = pytest.mark.slow
 RELATIVE = 1e-5
 
 
-def finetune(folder, data, output, *more, deeds) -> list[Ended]:
-    """`zinf finetune` in as many processes, of two devices each, as there are deeds."""
-    options = [
-        "--data",
-        data,
-        "--output",
-        output,
-        "--steps",
-        3,
-        "--learning-rate",
-        1e-2,
-    ]
+def finetune(
+    folder, data, output, *more, deeds, command="finetune", steps=3
+) -> list[Ended]:
+    """A command in as many processes, of two devices each, as there are deeds."""
+    options = ["--data", data, "--output", output, "--steps", steps]
+    options += ["--learning-rate", 1e-2]
     options += ["--set", "persistence_threshold=1", "--set", "bf16.enabled=false"]
     count, at = len(deeds), f"--coordinator=127.0.0.1:{free_port()}"
     lines = []
     for index, deed in enumerate(deeds):
-        line = [deed, 0, "finetune", folder, *options, *more]
+        line = [deed, 0, command, folder, *options, *more]
         if count > 1:
             line += [at, f"--num-processes={count}", f"--process-id={index}"]
         lines.append([str(part) for part in line])
@@ -82,3 +79,48 @@ def test_processes_with_other_weights_do_not_train_a_mixture(tmp_path):
         # Each finds it, and may hear of the other first.
         assert process.code in (USER_ERROR, ENDED_BY_ANOTHER), process.output
         assert "The processes do not begin alike: " in process.output
+
+
+REWARDS = """
+def evens(completions, completion_ids, **_):
+    return [sum(t % 2 == 0 for t in ids) / len(ids) for ids in completion_ids]
+
+
+def reply(prompts, completions, turns, seeds):
+    return [None if t > 1 else f"w{s % 7}" for t, s in zip(turns, seeds)]
+"""
+FROM_REWARDS = ("loss", "reward", "entropy", "completions/mean_length", "kl")
+
+
+@pytest.mark.parametrize("command", ["grpo", "ppo"])
+def test_two_processes_learn_from_rewards_and_go_on_as_one(command, tmp_path):
+    """Also when they go on within a rollout."""
+    folder = model_folder(tmp_path)
+    prompts = [{"prompt": f"w{i} w{i + 1}" * (1 + i % 2)} for i in range(8)]
+    data, file = write(tmp_path / "prompts.jsonl", prompts), tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    judge(tmp_path / "judge")
+    more = ["--samples", 8, "--reward", f"{file}:evens", "--set", "scheduler=null"]
+    more += ["--reward", tmp_path / "judge", "--set", "gradient_accumulation_steps=2"]
+    if command == "grpo":
+        (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5, 9]}')
+        more += ["--num_generations", 4, "--max_completion_length", 12]
+        more += ["--beta", 0.1, "--num_iterations", 2, "--environment", f"{file}:reply"]
+    else:
+        more += ["--response_length", 6, "--num_ppo_epochs", 2]
+    found, texts = [], []
+    for count in (1, 2):
+        output = tmp_path / f"tuned{count}"
+        for steps in (3, 5):
+            rest = [*more, *["--resume"] * (steps == 5)]
+            given = {"deeds": ["nothing"] * count, "command": command, "steps": steps}
+            ended = finetune(folder, data, output, *rest, **given)
+            for process in ended:
+                assert process.code == 0, process.output
+            shutil.rmtree(output)
+        run = output.with_name(f"{output.name}.run")
+        found.append([[m.get(n, 0.0) for n in FROM_REWARDS] for m in metrics_of(run)])
+        lines = map(json.loads, (run / "completions.jsonl").read_text().splitlines())
+        texts.append([[x["step"], x["completion"]] for x in lines])
+    assert texts[1] == texts[0] and len(found[0]) == 5
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-6)

@@ -217,6 +217,7 @@ def write_completions(
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 batch_size=batch_size,
+                say=say,
             )
 
 
@@ -255,6 +256,7 @@ def _complete(
     max_new_tokens: int,
     seed: int,
     batch_size: int,
+    say: Callable[[str], None],
 ) -> None:
     """Append all completions after the first `done`, a batch at a time."""
     start, count = perf_counter(), 0
@@ -272,7 +274,7 @@ def _complete(
         append([{"completion": text} for text in texts])
         count += len(some)
         rate = 60 * count / (perf_counter() - start)
-        _say(f"{first + len(some):,} of {len(prompts):,} lines, {rate:.1f} a minute")
+        say(f"{first + len(some):,} of {len(prompts):,} lines, {rate:.1f} a minute")
 
 
 def print_evaluation(

@@ -24,6 +24,7 @@ from zinf.core.interchange import export_safetensors
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.problem.weighted import Weighted
+from zinf.core.sharding import batch_share
 from zinf.core.step.planner import Planner
 from zinf.core.topology import Topology
 from zinf.core.trainer import Hook
@@ -66,9 +67,9 @@ class GptTask:
             self.shape.experts_of_blocks
         )
 
-    def arguments(self, group: AbstractGroup = ALONE) -> Arguments:
+    def arguments(self, num_shares: int = 1) -> Arguments:
         config, shape = self.config, self.shape
-        loss, init, named = self._given(group)
+        loss, init, named = self._given(num_shares)
         distillation = config.distillation
         if distillation is not None:
             named["batch"] |= {TEACHER_LOGITS: self.teacher_logits(named["batch"])}
@@ -90,9 +91,9 @@ class GptTask:
         named["eval_loss_fn"] = adapted.eval_loss_fn
         return (adapted.loss_fn, adapted.params, optimizer, adapted.config(told)), named
 
-    def batch_spec(self, group: AbstractGroup) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of this process's part of a batch."""
-        shape = batch_size(self.config) // group.count, self.length + 1
+    def batch_spec(self, num_shares: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of one of so many parts of a batch."""
+        shape = batch_size(self.config) // num_shares, self.length + 1
         return {"tokens": jax.ShapeDtypeStruct(shape, np.int32)}
 
     def teacher_logits(self, batch: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
@@ -101,7 +102,7 @@ class GptTask:
         shape = rows, length - 1, self.shape.vocab_size
         return jax.ShapeDtypeStruct(shape, np.float32)
 
-    def _given(self, group: AbstractGroup) -> tuple[Callable, Callable, dict[str, Any]]:
+    def _given(self, num_shares: int = 1) -> tuple[Callable, Callable, dict[str, Any]]:
         """The loss, the function that makes the parameters, and other arguments."""
         config, shape = self.config, self.shape
         init, loss = models.init_and_loss(shape, seed=config.run.seed)
@@ -110,7 +111,7 @@ class GptTask:
         sums = models.held_out_sums(shape)
         named = {
             "rng": jax.random.key(config.run.seed) if draws else None,
-            "batch": self.batch_spec(group),
+            "batch": self.batch_spec(num_shares),
             "eval_loss_fn": lambda params, batch: Weighted(*sums(params, batch)),
         }
         return loss, init, named
@@ -124,7 +125,7 @@ class GptTask:
         return found if begin_from is None else load_adapter(found, begin_from)
 
     def engine(self, mesh: Mesh, group: AbstractGroup = ALONE) -> Engine:
-        arguments, named = self.arguments(group)
+        arguments, named = self.arguments(batch_share(mesh)[1])
         return initialize(*arguments, **named, mesh=mesh, group=group)
 
     def running(self, length: int) -> "RunningGpt":
@@ -136,6 +137,7 @@ class GptTask:
         split: Split,
         group: AbstractGroup = ALONE,
         *,
+        process: tuple[int, int] = (0, 1),
         say: Callable[[str], None] = lambda text: None,
     ) -> grain.IterDataset:
         config, data, (names, files) = self.config, self.config.data, self._files()
@@ -157,7 +159,7 @@ class GptTask:
             split=split,
             validation_fraction=data.validation_fraction,
             vocab_size=_model(config).vocab_size,
-            process=(group.index, group.count),
+            process=process,
             num_microbatches=config.num_microbatches,
             metrics=metrics,
             # Both splits are of the same files, which training names.
@@ -225,7 +227,7 @@ class GptTask:
     ) -> None: ...
 
     def write_adapter(self, tensors: AbstractTensors, output: Path) -> None:
-        save_adapter(self._adapted(*self._given(ALONE)), tensors, output)
+        save_adapter(self._adapted(*self._given()), tensors, output)
 
     def write_merged(
         self,
@@ -234,7 +236,7 @@ class GptTask:
         names: Mapping[str, str] | None,
         **written: Any,
     ) -> None:
-        merged = MergedTensors(self._adapted(*self._given(ALONE)), tensors)
+        merged = MergedTensors(self._adapted(*self._given()), tensors)
         export_safetensors(merged, output, names=names, **written)
 
 

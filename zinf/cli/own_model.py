@@ -16,11 +16,10 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from zinf.cli.gpt_task import ALONE, Arguments, GptTask
+from zinf.cli.gpt_task import Arguments, GptTask
 from zinf.core.config import Config
 from zinf.core.config.nearest import did_you_mean
 from zinf.core.optim.transforms.factory import build_optimizer
-from zinf.distributed import AbstractGroup
 
 NAMED = ("rng", "has_aux", "eval_loss_fn", "model_state", "state_rules")
 KEYS = ("loss_fn", "params", *NAMED)
@@ -33,10 +32,10 @@ class FunctionTask(GptTask):
     is_entropy = False
     _knows_weights = False
 
-    def arguments(self, group: AbstractGroup = ALONE) -> Arguments:
+    def arguments(self, num_shares: int = 1) -> Arguments:
         named = own_arguments(self.config)
         loss, params = named.pop("loss_fn"), named.pop("params")
-        named = {"rng": None, "batch": self.batch_spec(group)} | named
+        named = {"rng": None, "batch": self.batch_spec(num_shares)} | named
         tx = build_optimizer(self.config)
         return (loss, params, tx, self.config.told()), named
 

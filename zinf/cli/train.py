@@ -32,6 +32,7 @@ from zinf.core.config import Config
 from zinf.core.engine.engine import Engine
 from zinf.core.interchange import find
 from zinf.core.machine.devices import on_devices
+from zinf.core.sharding import batch_share
 from zinf.core.step.run.calibrate import said_of_rates
 from zinf.core.trainer import Hook, Trainer
 from zinf.distributed import AbstractGroup, flat
@@ -103,7 +104,8 @@ def train_held(
     changes: list[dict[str, Any]] = []
     changed: Changed = {}
     # This prints which text it extracts, so it comes before contents are compared.
-    data = task.dataset("train", group, say=say)
+    share = {"process": batch_share(mesh)}
+    data = task.dataset("train", group, **share, say=say)
     if group.is_first:
         content = decides(config)
         changes, changed = check_resumed(config, content, allow_changed, say)
@@ -111,7 +113,7 @@ def train_held(
     evaluation_data = None
     if evaluates:
         evaluation_data = task.dataset(
-            "validation", group, say=lambda text: say(f"evaluation {text}")
+            "validation", group, **share, say=lambda text: say(f"evaluation {text}")
         )
     say(heading(path, config))
     with ExitStack() as opened:

@@ -7,19 +7,20 @@ import jax
 import numpy as np
 
 
-def own_rows(rows: Any, process: tuple[int, int]) -> Any:
+def own_rows(rows: Any, process: tuple[int, int], num_microbatches: int = 1) -> Any:
     """The part of this process in rows of all processes, in process order.
 
     Args:
         rows: a pytree of arrays with equal numbers of rows for each process, such as
-            what `Engine.apply` returns for one microbatch.
+            what `Engine.apply` returns.
         process: (index, count).
+        num_microbatches: the rows of each of them are divided, as `Share` does.
     """
     index, count = process
 
     def own(whole: Any) -> Any:
-        size = len(whole) // count
-        return whole[index * size : (index + 1) * size]
+        parts = whole.reshape(num_microbatches, count, -1, *whole.shape[1:])
+        return parts[:, index].reshape(-1, *whole.shape[1:])
 
     return jax.tree.map(own, rows)
 

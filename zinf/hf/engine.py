@@ -27,7 +27,7 @@ from zinf.core.interchange.names import listed
 from zinf.core.interchange.place import fill
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.machine.devices import on_devices
-from zinf.core.sharding.rule import rows_of_process
+from zinf.core.sharding import rows_of_process
 from zinf.core.step.planner import Planner
 from zinf.core.topology import Topology
 from zinf.distributed import AbstractGroup

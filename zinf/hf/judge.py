@@ -20,8 +20,9 @@ from zinf.core.interchange.names import listed
 from zinf.core.rollouts.asking import Failures, Samples
 from zinf.core.rollouts.calls import AbstractRewardModel, Reward
 from zinf.core.rollouts.functions import code_digest, load_functions, place_of_model
+from zinf.distributed import AbstractGroup
 from zinf.hf.engine import ModelEngine
-from zinf.hf.frozen import Frozen, place
+from zinf.hf.frozen import ALONE, Frozen, place
 from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.model import in_stored_precision
 from zinf.hf.prefill import Prefill, Row
@@ -76,14 +77,21 @@ class Judge(AbstractRewardModel):
                 )
 
     def open(
-        self, config: Config, mesh: Mesh, *, rows: int, length: int, number: int
+        self,
+        config: Config,
+        mesh: Mesh,
+        *,
+        rows: int,
+        length: int,
+        number: int,
+        group: AbstractGroup = ALONE,
     ) -> "Judge":
         """This model with its weights, within its share of what a config has left.
 
         Args:
             rows: completions of a step.
             length: tokens of a prompt with its completion, of the model in training.
-            number: see `zinf.hf.frozen.place`.
+            number, group: see `zinf.hf.frozen.place`.
 
         Raises:
             InfeasibleError: it does not fit its share.
@@ -91,21 +99,29 @@ class Judge(AbstractRewardModel):
         longest, prefills = self.longest_of(length), list[Prefill]()
 
         def run(own: Config) -> ModelEngine:
-            prefill = self.prefill_of(own, rows=rows, length=length)
+            prefill = self.prefill_of(own, rows=rows, length=length, group=group)
             prefills.append(prefill)
             prefill.run([self._row([0] * longest)] * min(rows, ROWS_AT_ONCE))
             return prefill.engine(longest)
 
         num_bytes = min(rows, ROWS_AT_ONCE) * np.float32().itemsize
         named = {"number": number, "output_bytes": num_bytes}
-        frozen = place(f"the reward model {self.name}", config, mesh, run, **named)
+        title = f"the reward model {self.name}"
+        frozen = place(title, config, mesh, run, **named, group=group)
         return replace(self, frozen=frozen, prefill=prefills[0], longest=longest)
 
     def longest_of(self, length: int) -> int:
         """The most tokens of a text; for `length` see `open`."""
         return min(x for x in (ROOM * length, self.max_length) if x is not None)
 
-    def prefill_of(self, config: Config, *, rows: int, length: int) -> Prefill:
+    def prefill_of(
+        self,
+        config: Config,
+        *,
+        rows: int,
+        length: int,
+        group: AbstractGroup = ALONE,
+    ) -> Prefill:
         """What runs the model within a config; see `open`. No weight is read now."""
         return Prefill(
             self.model,
@@ -114,6 +130,7 @@ class Judge(AbstractRewardModel):
             padding={"input_ids": self.model.padding},
             longest=self.longest_of(length),
             batch_size=min(rows, ROWS_AT_ONCE),
+            group=group,
         )
 
     def close(self) -> None:

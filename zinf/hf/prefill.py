@@ -16,6 +16,9 @@ import numpy as np
 from zinf.core.config import Config
 from zinf.core.engine.initialize import ConfigSource
 from zinf.core.plan import InfeasibleError
+from zinf.core.sharding import Dim
+from zinf.data.share import own_rows
+from zinf.distributed import AbstractGroup
 from zinf.hf.engine import ModelEngine, open_model
 from zinf.hf.model import Model
 from zinf.inference import ROWS, bucket
@@ -103,10 +106,11 @@ class Prefill:
         padding: Mapping[str, int] | None = None,
         longest: int | None = None,
         batch_size: int | None = None,
+        group: AbstractGroup | None = None,
     ) -> None:
         self.model, self._function, self._config = model, function, Config.load(config)
         self._padding, self._longest = dict(padding or {}), longest
-        self._batch_size = batch_size
+        self._batch_size, self._group = batch_size, group
         self._engine: ModelEngine | None = None
         self._applied: Callable = function
         self._length = 0
@@ -129,6 +133,11 @@ class Prefill:
         rows = max(ROWS, TOKENS // length)
         return rows if self._batch_size is None else min(self._batch_size, ROWS)
 
+    def _whole_rows(self, length: int) -> int:
+        """At least so many rows, which devices that divide examples divide evenly."""
+        count = self.engine(length).planner.rule.size(Dim.BATCH)
+        return -(-self.rows(length) // count) * count
+
     def bucket(self, length: int) -> int:
         """The number of tokens that rows of a length are filled up to."""
         filled = bucket(length)
@@ -139,8 +148,9 @@ class Prefill:
         length = self.bucket(length)
         if self._engine is None or length > self._length:
             self.close()
+            shape = {"rows": self.rows(length), "length": length}
             self._engine = open_model(
-                self.model, self._config, rows=self.rows(length), length=length
+                self.model, self._config, **shape, group=self._group
             )
             self._length = length
             adapted, self._saturating = self._engine.adapted, {}
@@ -157,14 +167,15 @@ class Prefill:
         found: list[Any] = [None] * len(rows)
         # The longest first, as the engine is opened for them.
         for shape in sorted(groups, reverse=True):
-            numbers, size = groups[shape], self.rows(shape[0])
-            engine = self.engine(shape[0])
+            numbers, engine = groups[shape], self.engine(shape[0])
+            size, share = self._whole_rows(shape[0]), engine.planner.batch_share
             most = self._most(shape, [rows[i] for i in numbers[:size]], len(numbers))
             for first in range(0, len(numbers), most * size):
                 some = numbers[first : first + most * size]
                 count = -(-len(some) // size)
                 batch = self._batch([rows[i] for i in some], count * size, shape[0])
-                outputs = engine.apply(self._applied, batch, num_microbatches=count)
+                own = own_rows(batch, share)
+                outputs = engine.apply(self._applied, own, num_microbatches=count)
                 for place, number in enumerate(some):
                     found[number] = jax.tree.map(lambda x, i=place: x[i], outputs)
         return found
@@ -175,13 +186,14 @@ class Prefill:
         Args:
             some: rows of the shape, at most a microbatch.
         """
-        size = self.rows(shape[0])
+        size = self._whole_rows(shape[0])
         if self._batch_size is not None:
             return -(-self._batch_size // size)
         engine, most = self.engine(shape[0]), self._saturating.get(shape, FEWEST)
 
         def seconds(count: int) -> float:
             batch = self._batch(some, count * size, shape[0])
+            batch = own_rows(batch, engine.planner.batch_share)
             spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
             return engine.pass_seconds(self._applied, spec, num_microbatches=count)
 

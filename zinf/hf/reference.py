@@ -8,8 +8,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf.core.config import Config
+from zinf.core.sharding import rows_of_process
+from zinf.distributed import AbstractGroup
 from zinf.hf.engine import ModelEngine, open_model
-from zinf.hf.frozen import Frozen, place
+from zinf.hf.frozen import ALONE, Frozen, place
 from zinf.hf.model import Model
 
 
@@ -22,32 +24,43 @@ class Reference:
     num_microbatches: int
 
     def __call__(self, batch: Mapping[str, Any]) -> np.ndarray:
-        """Log-probabilities of tokens, float32 (rows, tokens - 1)."""
+        """Log-probabilities of tokens, float32 (rows of all processes, tokens - 1).
+
+        Args:
+            batch: this process's rows.
+        """
         engine = self.frozen.engine
         return _scores(engine, batch, self.temperature, self.num_microbatches)
 
 
 def open_reference(
-    model: Model, config: Config, mesh: Mesh, *, rows: int, length: int
+    model: Model,
+    config: Config,
+    mesh: Mesh,
+    *,
+    rows: int,
+    length: int,
+    group: AbstractGroup = ALONE,
 ) -> Reference:
     """The reference of a config, with the weights of the model's files.
 
     Args:
-        rows, length: shape of the batches that it scores.
+        rows, length: shape of the batches of all processes that it scores.
+        group: the processes that run it together.
 
     Raises:
         InfeasibleError: it does not fit its share of the budgets.
     """
     temperature, count = config.completions.temperature, config.num_microbatches
-    zeros = np.zeros((rows, length), np.int32)
+    zeros = np.zeros((rows_of_process(mesh, rows), length), np.int32)
 
     def run(own: Config) -> ModelEngine:
-        engine = open_model(model, own, rows=rows, length=length)
+        engine = open_model(model, own, rows=rows, length=length, group=group)
         _scores(engine, {"input_ids": zeros, "labels": zeros}, temperature, count)
         return engine
 
     named = {"number": 1, "output_bytes": rows * length * np.float32().itemsize}
-    frozen = place("the reference", config, mesh, run, **named)
+    frozen = place("the reference", config, mesh, run, **named, group=group)
     return Reference(frozen, temperature, count)
 
 

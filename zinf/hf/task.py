@@ -29,6 +29,7 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.plan import InfeasibleError, show_bytes
 from zinf.core.rollouts.rollouts import AbstractRollouts
+from zinf.core.sharding import batch_share
 from zinf.core.step.arrays import array_specs
 from zinf.core.trainer import Hook
 from zinf.data import (
@@ -129,12 +130,10 @@ class Task:
     def is_entropy(self) -> bool:
         return self.config.data.traits.predicts_next
 
-    def arguments(
-        self, group: AbstractGroup = ALONE
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `zinf.initialize` to plan with: parameters of 0."""
         model, config, rng = self.model, self.config, self._rng
-        rows = batch_size(config) // group.count
+        rows = batch_size(config)
         named: dict[str, Any] = {"rng": rng, "batch": self.batch_spec(rows)}
         if self.objective.has_aux:
             named["has_aux"] = True
@@ -181,46 +180,41 @@ class Task:
 
         Raises:
             InfeasibleError: the budgets have no room for all of them.
-            NotImplementedError: several processes are to draw.
         """
         config, drawing = self.config, self.objective.drawing
         if drawing is None:
             return self._engine(config, mesh, group)
-        if group.count > 1:
-            raise NotImplementedError(
-                f"data.objective {config.data.objective} draws texts in one process, "
-                f"and this run has {group.count}. Use one process."
-            )
         judges = drawing.judges(config) if judges is None else judges
         shape = {"rows": batch_size(config), "length": self.length}
         reference, opened, frozen = None, list[Judge](), list[Frozen]()
         with ExitStack() as stack:
             if drawing.has_copy(config):
                 policy = self.model.parts[""]
-                reference = open_reference(policy, config, mesh, **shape)
+                reference = open_reference(policy, config, mesh, **shape, group=group)
                 config = _placed(reference.frozen, config, frozen, stack)
             for number, judge in enumerate(judges, 2):
-                found = judge.open(config, mesh, **shape, number=number)
+                rest = {"number": number, "group": group}
+                found = judge.open(config, mesh, **shape, **rest)
                 assert found.frozen is not None, "it is opened"
                 opened.append(found)
                 config = _placed(found.frozen, config, frozen, stack)
             try:
                 engine = self._engine(config, mesh, group)
             except InfeasibleError as error:
-                notes = in_words(frozen) + self.state_in_words(mesh)
+                notes = in_words(frozen) + self.state_in_words(mesh, group)
                 raise error.because(notes) from None
             stack.pop_all()
         engine.reference, engine.judges = reference, tuple(opened)
         return engine
 
-    def state_in_words(self, mesh: Mesh) -> list[str]:
+    def state_in_words(self, mesh: Mesh, group: AbstractGroup = ALONE) -> list[str]:
         """What each of several models that are trained together keeps, a line each."""
         parts = self.model.parts
         if len(parts) == 1:
             return []
         arguments, named = self.arguments()
         named.pop("batch")
-        planner = make_planner(*arguments, **named, mesh=mesh)
+        planner = make_planner(*arguments, **named, mesh=mesh, group=group)
         held = dict.fromkeys(parts, 0)
         for array, spec in array_specs(planner.problem, planner.separated).items():
             name = array.path.removeprefix(f"{BASE}/").removeprefix(f"{ADAPTER}/")
@@ -233,7 +227,8 @@ class Task:
 
     def _engine(self, config: Config, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
         """An engine within the budgets of a config that may have others than `self`."""
-        rows, data = batch_size(config) // group.count, self.token_batches()
+        rows = batch_size(config) // batch_share(mesh)[1]
+        data = self.token_batches()
         return initialize(
             self.model,
             build_optimizer(config, self.rate_scale()),
@@ -556,15 +551,14 @@ class Task:
         measures = self.objective.measures
         assert measures is not None, "outputs are there to be measured"
         values: dict[str, list[np.ndarray]] = {}
-        group = engine.planner.group
-        process = group.index, group.count
+        planner = engine.planner
         for batch in islice(batches, self.config.run.evaluate_batches):
-            outputs = own_rows(engine.apply(function, batch), process)
+            outputs = own_rows(engine.apply(function, batch), planner.batch_share)
             for name, found in measures(outputs, batch).items():
                 values.setdefault(name, []).append(found)
         for name, parts in values.items():
             here = np.concatenate(parts)
-            sums = group.gather(name, [float(here.sum()), len(here)])
+            sums = planner.group.gather(name, [float(here.sum()), len(here)])
             total, count = np.sum(sums, axis=0)
             metrics[f"evaluation_{name}"] = float(total / count)
 
@@ -604,15 +598,20 @@ class Task:
         split: Split,
         group: AbstractGroup = ALONE,
         *,
+        process: tuple[int, int] = (0, 1),
         say: Callable[[str], None] = lambda text: None,
     ) -> grain.IterDataset:
-        """This process's share of the batches."""
+        """This process's share of the batches.
+
+        Args:
+            process: (index, count): which of the shares.
+        """
         drawing = self.objective.drawing
         if drawing is not None:
             found = drawing.dataset(self.model, self.config)
             say(f"data: {found.brief()}")
             return found
-        config, process = self.config, (group.index, group.count)
+        config = self.config
         size, is_training = batch_size(config), split == "train"
         data = self.token_batches(say, process=process) if is_training else None
         if data is not None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from zinf.core import rl
 from zinf.core.config.grpo import Grpo
 from zinf.core.config.ppo import Ppo
 from zinf.core.rollouts import PpoRollouts, Prompt, Rewards, Rollouts, policy_loss
+from zinf.distributed import Alone
 from zinf.inference import Scored
 from zinf.models import GPT, GPTConfig
 
@@ -62,6 +64,7 @@ class Drawing:
 
     asked: list = field(default_factory=list)
     read: list = field(default_factory=list)
+    planner = SimpleNamespace(group=Alone(), batch_share=(0, 1))
 
     def sample(self, prompts, *, num_samples=1, key, max_new_tokens, **asked):
         self.asked.append(asked)

@@ -14,9 +14,11 @@ from threading import Event, Thread
 from typing import Any
 
 from zinf.core.config.nearest import did_you_mean
+from zinf.distributed import AbstractGroup, Alone
 
 Function = Callable[..., Any]
 Failures = dict[int, str]
+ALONE = Alone()
 OWN = ("prompts", "completions", "completion_ids")
 # A function that hangs more often in a step ends the run: each time takes the limit.
 MAX_HANGS = 3
@@ -42,9 +44,11 @@ class Samples:
         return len(self.prompts)
 
     def only(self, number: int) -> "Samples":
-        one = slice(number, number + 1)
-        columns = {name: values[one] for name, values in self.columns.items()}
-        own = self.prompts[one], self.completions[one], self.completion_ids[one]
+        return self.part(slice(number, number + 1))
+
+    def part(self, some: slice) -> "Samples":
+        columns = {name: values[some] for name, values in self.columns.items()}
+        own = self.prompts[some], self.completions[some], self.completion_ids[some]
         return Samples(*own, columns)
 
     def arguments(self, function: Function) -> dict[str, Any]:
@@ -61,6 +65,29 @@ class Samples:
         """A completion, for messages."""
         prompt, completion = self.prompts[number], self.completions[number]
         return f"the completion {completion!r:.80} of the prompt {prompt!r:.80}"
+
+
+def own_part(count: int, group: AbstractGroup) -> slice:
+    """Which of so many samples a process asks the functions about."""
+    first, end = (count * n // group.count for n in (group.index, group.index + 1))
+    return slice(first, end)
+
+
+def of_all(
+    name: str, own: tuple[Sequence[Any], Failures], group: AbstractGroup
+) -> tuple[list[Any], Failures]:
+    """The answers about all samples, and why some have none, by number.
+
+    Args:
+        own: those about this process's part; JSON values.
+    """
+    answers: list[Any] = []
+    failures: Failures = {}
+    # A function may take as long as its limit, for each sample.
+    for values, failed in group.gather(name, [[*own[0]], [*own[1].items()]], None):
+        failures |= {len(answers) + n: why for n, why in failed}
+        answers += values
+    return answers, failures
 
 
 class WrongAnswers(ValueError):
@@ -153,6 +180,8 @@ class Asked:
             WrongAnswers: see `read`.
             RuntimeError: the function takes too long again and again.
         """
+        if not len(samples):
+            return [], {}
         values, failures, is_whole = self._result(call or self.start(samples), samples)
         if is_whole or len(samples) == 1:
             return values, failures

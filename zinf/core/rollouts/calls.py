@@ -10,7 +10,7 @@ start in one order.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from zinf.core.rl import as_rewards, combined
 from zinf.core.rollouts.asking import (
+    ALONE,
     Asked,
     Call,
     Failures,
@@ -26,7 +27,10 @@ from zinf.core.rollouts.asking import (
     Samples,
     WrongAnswers,
     name_of,
+    of_all,
+    own_part,
 )
+from zinf.distributed import AbstractGroup
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +170,20 @@ class Rewards:
             if not isinstance(function, AbstractRewardModel)
         }
 
-    def start(self, samples: Samples, failed: Collection[int] = ()) -> "Judging":
+    def start(
+        self,
+        samples: Samples,
+        failed: Collection[int] = (),
+        group: AbstractGroup = ALONE,
+    ) -> "Judging":
         """Begin to reward completions: functions do so in a thread, beside the caller.
 
         `result` has models reward them too, and returns a `Rewarded`.
 
         Args:
             failed: numbers of completions that are left out in any case.
+            group: processes with the same completions, which each ask the functions
+                about a part of them.
 
         Raises (from `result`):
             WrongAnswers: a function returned another number of rewards, or one that is
@@ -180,13 +191,14 @@ class Rewards:
             RuntimeError: a function hangs again and again.
             ValueError: no completion has a reward.
         """
-        call = Call(self._by_functions, samples)
-        return Judging(self, samples, failed, call)
+        own = samples.part(own_part(len(samples), group))
+        return Judging(self, samples, failed, group, Call(self._by_functions, own))
 
     def _by_functions(self, samples: Samples) -> dict[int, Outcome]:
         """What the functions say, by their places."""
         asked = self._asked
-        calls = {n: x.start(samples) for n, x in asked.items() if x.is_async}
+        together = asked.items() if len(samples) else ()
+        calls = {n: x.start(samples) for n, x in together if x.is_async}
         found = {}
         for number, function in asked.items():
             values, failures = function.answers(samples, calls.get(number))
@@ -198,8 +210,12 @@ class Rewards:
         samples: Samples,
         outcomes: Mapping[int, Outcome],
         failed: Collection[int] = (),
+        warn: Callable[[str], None] = logger.warning,
     ) -> Rewarded:
-        """The sum of all that was said of completions, with warnings of what failed.
+        """The sum of all that was said of completions.
+
+        Args:
+            warn: told of what failed.
 
         Raises:
             ValueError: no completion has a reward.
@@ -212,7 +228,7 @@ class Rewards:
             has_failed[list(failures)] = True
             if failures:
                 first = next(iter(failures))
-                logger.warning(
+                warn(
                     f"The reward {name}: {len(failures)} of {len(samples)} "
                     f"completions are left out. The first: {failures[first]} for "
                     f"{samples.named(first)}."
@@ -223,7 +239,7 @@ class Rewards:
             raise ValueError(f"{error} The first is {samples.named(0)}.") from None
         silent = np.flatnonzero(np.isnan(total) & ~has_failed)
         if len(silent):
-            logger.warning(
+            warn(
                 f"{len(silent)} of {len(samples)} completions are left out: every "
                 f"reward function returned None. The first: {samples.named(silent[0])}."
             )
@@ -243,14 +259,21 @@ class Judging:
     rewards: Rewards
     samples: Samples
     failed: Collection[int]
+    group: AbstractGroup
     call: Call
 
     def result(self) -> Rewarded:
         """See `Rewards.start`."""
         models = self.rewards.models.items()
         scored = {number: model.scores(self.samples) for number, model in models}
-        outcomes = scored | self.call.result()
-        return self.rewards.together(self.samples, outcomes, self.failed)
+        outcomes: dict[int, Outcome] = {}
+        for number, (own, failures) in self.call.result().items():
+            name = f"rewards of {self.rewards.names[number]}"
+            values, why = of_all(name, (own.tolist(), failures), self.group)
+            outcomes[number] = np.array(values, np.float64), why
+        outcomes |= scored
+        warn = logger.warning if self.group.is_first else logger.debug
+        return self.rewards.together(self.samples, outcomes, self.failed, warn)
 
 
 def _checked(name: str, found: Any, samples: Samples) -> tuple[np.ndarray, Failures]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zinf.core.rollouts.asking import (
+    ALONE,
     OWN,
     Asked,
     Failures,
@@ -30,7 +31,10 @@ from zinf.core.rollouts.asking import (
     Samples,
     WrongAnswers,
     name_of,
+    of_all,
+    own_part,
 )
+from zinf.distributed import AbstractGroup
 
 Message = Mapping[str, Any]
 Reply = str | list[Message]
@@ -77,13 +81,19 @@ class Environment:
         self._asked.check(columns, where, (*OWN, *GIVEN))
 
     def replies(
-        self, samples: Samples, *, turn: int, seeds: Sequence[int]
+        self,
+        samples: Samples,
+        *,
+        turn: int,
+        seeds: Sequence[int],
+        group: AbstractGroup = ALONE,
     ) -> tuple[list[Reply | None], Failures]:
         """The reply to each conversation, and why some have none.
 
         Args:
             turn: how many turns of the model there are.
             seeds: of each conversation.
+            group: processes with the same samples, which each ask about a part.
 
         Raises:
             WrongAnswers: there are fewer or more replies, or one is no reply.
@@ -92,7 +102,8 @@ class Environment:
         given = {"turns": [turn] * len(samples), "seeds": [*seeds]}
         own = samples.prompts, samples.completions, samples.completion_ids
         asked = Samples(*own, {**samples.columns, **given})
-        return self._asked.answers(asked)
+        found = self._asked.answers(asked.part(own_part(len(samples), group)))
+        return of_all("replies of the environment", found, group)
 
     def _read(self, found: Any, samples: Samples) -> tuple[list[Any], Failures]:
         if not isinstance(found, list | tuple):

@@ -7,6 +7,10 @@ kept as they were drawn and never made of texts again. Rewards are computed in a
 while the engine scores the tokens by the program of training. All that a loss weighs is
 in the batch, so no number depends on microbatches or devices. What it is made of
 rewards is up to the subclasses: `grpo.py` and `ppo.py`.
+
+Several processes have the same completions, as `engine.generate` gives all of them to
+all. Each asks the functions of users about a part, scores and is trained on its own
+rows, and writes nothing but for the first.
 """
 
 from abc import abstractmethod
@@ -38,6 +42,7 @@ from zinf.core.rollouts.texts import Told
 from zinf.core.rollouts.turns import Turns, as_samples, turn_metrics
 from zinf.core.trainer import Hook
 from zinf.data import AbstractForeseen
+from zinf.data.share import own_rows
 
 Arrays = dict[str, np.ndarray]
 Score = Callable[[Arrays], np.ndarray]
@@ -203,6 +208,8 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
                 f"from. Give reference=, or set {key} to 0."
             )
         self._engine, self.reference = engine, reference
+        if not engine.planner.group.is_first:
+            self.told = Told(None)
         self.rewards = self.rewards.asking(models)
         return self
 
@@ -210,6 +217,11 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
     def engine(self) -> Engine:
         assert self._engine is not None, "call `of` with an engine first"
         return self._engine
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(index, count): which part of a batch this process has."""
+        return (0, 1) if self._engine is None else self._engine.planner.batch_share
 
     @property
     def hook(self) -> Hook:
@@ -226,8 +238,8 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         )
 
     def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the batch of a step."""
-        rows = self.sizes.batch
+        """Shapes and dtypes of this process's part of the batch of a step."""
+        rows = self.sizes.batch // self.share[1]
         return batch_spec(self.names, rows, self.length, self.tokens_name)
 
     def __iter__(self) -> "RolloutsIterator":
@@ -263,7 +275,8 @@ class RolloutsIterator(AbstractForeseen):
         rows = own.sizes.batch
         start = self._num_used % own.sizes.num_steps * rows
         self._num_used += 1
-        return {n: x[start : start + rows] for n, x in self._arrays.items()}
+        batch = {n: x[start : start + rows] for n, x in self._arrays.items()}
+        return own_rows(batch, own.share, own.num_microbatches)
 
     def get_state(self) -> dict[str, Any]:
         """The position, as JSON that may contain bytes."""
@@ -337,7 +350,7 @@ def _drawn(own: AbstractRollouts, time: int) -> _Drawn:
     generated = perf_counter()
     ids, samples = [one.tokens for one in written], as_samples(written)
     failed = [n for n, one in enumerate(written) if one.why_failed is not None]
-    call = own.rewards.start(samples, failed)
+    call = own.rewards.start(samples, failed, own.engine.planner.group)
 
     is_cut = is_truncated(ids, own.turns.ends)
     tokens, is_drawn = token_rows(
@@ -398,13 +411,17 @@ def _scores(own: AbstractRollouts) -> Score:
 
 
 def in_steps(own: AbstractRollouts, score: Score, arrays: Arrays) -> np.ndarray:
-    """Apply `score` to all drawn rows, as many at a time as a step has."""
+    """Apply `score` to all drawn rows, as many at a time as a step has.
+
+    Each process gives its part of the rows to `score`, which returns all.
+    """
     rows = own.sizes.batch
     parts = (
         {name: x[start : start + rows] for name, x in arrays.items()}
         for start in range(0, own.sizes.drawn, rows)
     )
-    return np.concatenate([np.asarray(score(part), np.float32) for part in parts])
+    found = (score(own_rows(part, own.share)) for part in parts)
+    return np.concatenate([np.asarray(x, np.float32) for x in found])
 
 
 def _placed(values: Sequence[np.ndarray], is_drawn: np.ndarray) -> np.ndarray:

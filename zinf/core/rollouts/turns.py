@@ -14,6 +14,7 @@ from zinf.core.engine.engine import Engine
 from zinf.core.rollouts.asking import Samples
 from zinf.core.rollouts.environment import Environment, Reply, UnreadableReply
 from zinf.core.rollouts.sizes import Prompt
+from zinf.distributed import AbstractGroup
 from zinf.inference import Scored
 
 logger = logging.getLogger(__name__)
@@ -155,13 +156,15 @@ class Turns:
             one.add_turn(drawn, self.decode(drawn.tokens))
         if self.environment is None:
             return found
+        group = engine.planner.group
         turn, going = 1, self._ended(found, range(len(found)))
-        while going := self._replied(found, going, turn, seed):
+        while going := self._replied(found, going, turn, seed, group):
             turn += 1
             base = jax.random.fold_in(jax.random.fold_in(key, TURNS), turn)
             self._take_turn(engine, found, going, base)
             going = self._ended(found, going)
-        self._warn(found)
+        if group.is_first:
+            self._warn(found)
         return found
 
     def _how(self) -> dict[str, Any]:
@@ -187,6 +190,7 @@ class Turns:
         going: list[int],
         turn: int,
         seed: list[int],
+        group: AbstractGroup,
     ) -> list[int]:
         """Have the environment reply; the numbers of conversations that go on."""
         assert self.environment is not None
@@ -201,6 +205,7 @@ class Turns:
             as_samples([found[n] for n in going]),
             turn=turn,
             seeds=[_seed_of([*seed, turn, n]) for n in going],
+            group=group,
         )
         pairs = zip(going, replies, strict=True)
         answered = {n: reply for n, reply in pairs if reply is not None}

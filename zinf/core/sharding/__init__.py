@@ -17,8 +17,9 @@ from zinf.core.sharding.parts import AbstractParts, Parts
 from zinf.core.sharding.rule import (
     AxisRule,
     axis_rule,
-    num_batch_shares,
+    batch_share,
     num_data_parallel,
+    rows_of_process,
 )
 from zinf.core.sharding.signs import Signs
 from zinf.core.sharding.wire import as_cut, cut, gather
@@ -39,14 +40,15 @@ __all__ = [
     "axis_rule",
     "batch_dims",
     "batch_layouts",
+    "batch_share",
     "cut",
     "gather",
     "intersection",
     "layouts_on_one",
-    "num_batch_shares",
     "num_data_parallel",
     "persistent_layouts",
     "placed_layout",
     "relative",
+    "rows_of_process",
     "whole_layout",
 ]

@@ -263,20 +263,18 @@ def num_data_parallel(mesh: Mesh) -> int:
     return axis_size(mesh, DIM_AXES[Dim.BATCH])
 
 
-def num_batch_shares(mesh: Mesh) -> int:
-    """The number of parts that processes divide a batch into.
+def batch_share(mesh: Mesh) -> tuple[int, int]:
+    """(index, count): which of the parts of a batch this process gives.
 
     Processes whose devices have the same examples, for instance those of one tensor
-    group, provide the same part.
+    group, give the same part.
     """
     axes = [mesh.axis_names.index(name) for name in axes_of(mesh, Dim.BATCH)]
+    by_examples = np.moveaxis(mesh.devices, axes, range(len(axes)))
+    places = by_examples.reshape(num_data_parallel(mesh), -1)
     mine = set(local_devices(mesh))
-    positions = {
-        tuple(position[axis] for axis in axes)
-        for position, device in np.ndenumerate(mesh.devices)
-        if device in mine
-    }
-    return num_data_parallel(mesh) // len(positions)
+    own = [n for n, place in enumerate(places) if mine.intersection(place)]
+    return own[0] // len(own), len(places) // len(own)
 
 
 def rows_of_process(mesh: Mesh, rows: int) -> int:
@@ -285,7 +283,7 @@ def rows_of_process(mesh: Mesh, rows: int) -> int:
     The batch is the smallest one that the devices divide evenly.
     """
     count = num_data_parallel(mesh)
-    return -(-rows // count) * count // num_batch_shares(mesh)
+    return -(-rows // count) * count // batch_share(mesh)[1]
 
 
 def _check_within_processes(

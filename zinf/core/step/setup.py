@@ -38,7 +38,7 @@ from zinf.core.sharding import (
     AxisRule,
     Layouts,
     batch_dims,
-    num_batch_shares,
+    batch_share,
     persistent_layouts,
 )
 from zinf.core.sharding.axes import divided_dims
@@ -133,9 +133,14 @@ class Setup:
         return batch_spec(batch, self.config.num_microbatches, self.num_shares)
 
     @cached_property
+    def batch_share(self) -> tuple[int, int]:
+        """(index, count): which of the parts of a batch this process gives."""
+        return batch_share(self.rule.mesh)
+
+    @property
     def num_shares(self) -> int:
         """Number of parts into which the processes divide a batch."""
-        return num_batch_shares(self.rule.mesh)
+        return self.batch_share[1]
 
     def check_batch(self, batch: Any) -> None:
         """Raise if this process's part of a training batch has the wrong size.
@@ -163,6 +168,12 @@ class Setup:
         """
         leaves = named_leaves(batch)
         batch_dims({f"batch/{n}": x.shape for n, x in leaves.items()}, self.rule)
+        return self._traced(batch, max_bytes)
+
+    def _traced(
+        self, batch: Any, max_bytes: int | None = None
+    ) -> tuple[Source, LossWeight | None]:
+        """`traced` for any number of examples, which devices need not divide."""
         with tracing_on_demand(self.may_read_on_demand) as whole:
             source = trace_loss(
                 self.problem.loss,
@@ -187,7 +198,7 @@ class Setup:
         if weight is None:
             return None
         if self.num_shares > 1:
-            weight = self.traced(jax.tree.map(self._own_part, batch))[1]
+            weight = self._traced(jax.tree.map(self._own_part, batch))[1]
             assert weight is not None, "the same loss has a weight for other shapes"
         num_microbatches = self.config.num_microbatches
         return StepWeight(weight, num_microbatches, self.group, self.num_shares)

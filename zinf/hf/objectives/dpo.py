@@ -127,14 +127,13 @@ def _passes(engine: ModelEngine, pairs: Pairs, size: int) -> Iterator[np.ndarray
     processes make them, each with its part of the pairs.
     """
     assert engine.num_steps == 0, "the reference is the model before the first step"
-    group = engine.planner.group
     function: Callable = Preference(engine.model).log_probabilities
     if engine.adapted is not None:
         function = engine.adapted.applied(function)
     for start in range(0, len(pairs), size):
         # The last pass has the shape of the others: it repeats the last pair.
         numbers = np.minimum(np.arange(start, start + size), len(pairs) - 1)
-        numbers = own_rows(numbers, (group.index, group.count))
+        numbers = own_rows(numbers, engine.planner.batch_share)
         rows = [pairs[int(number)] for number in numbers]
         batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         yield engine.apply(function, batch)
