@@ -1,13 +1,17 @@
 """Generates with a model in memory, in zinf (fused and streamed) and transformers.
 
     python scripts/bench/bench_decode.py [--batches 1 16] [--tokens 48] [--rounds 5]
-        [--dtype float32]
+        [--dtype float32] [--shortest 8] [--rows 4] [--beside TREE]
 
 All generate greedily with the same Llama of random weights in the shape of
 SmolLM2-135M, in the same dtype, from the same prompts; how many texts are the same is
 printed. Each contender runs in its own process with all cores. In each round all of
 them generate once, in random order, so other load on the machine affects them alike;
-ratios are of the same round. zinf's rows are the batch.
+ratios are of the same round. zinf's rows are the batch, or --rows.
+
+With --shortest, texts end after --shortest to --tokens tokens, in geometric steps and
+random order. `transformers` cannot do that. With --beside, zinf of another tree runs
+too; contenders of it end in "-beside".
 
 Needs `zinf[hf]`.
 """
@@ -20,6 +24,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -32,6 +37,7 @@ from rich.table import Table
 from served import Served, answer, answer_texts
 
 NAMES = ("zinf", "zinf-streamed", "transformers")
+BESIDE = ("zinf-beside", "zinf-streamed-beside")
 WARM_UP = 1  # Rounds that compile.
 PROMPT = 16
 SHAPE = {
@@ -75,46 +81,66 @@ def serve_zinf(given: dict[str, Any], execution: str) -> None:
     zinf.tune_malloc()
     prompts = np.load(given["prompts"])
     config = {"execution": execution, "bf16": {"enabled": given["dtype"] != "float32"}}
-    model, rows = hf.load(given["model"]), len(prompts)
+    model, rows = hf.load(given["model"]), given["rows"] or len(prompts)
+    lengths = given["lengths"]
     with hf.open_model(model, config, rows=rows, length=PROMPT) as engine:
         for _ in sys.stdin:
+            left = list(lengths)
+
+            def is_over(number: int, token: int, left: list[int] = left) -> bool:
+                left[number] -= 1
+                return left[number] == 0
+
+            on_token = is_over if len(set(lengths)) > 1 else None
             began = time.perf_counter()
             tokens = engine.generate(
-                list(prompts), max_new_tokens=given["tokens"], rows=rows
+                list(prompts),
+                max_new_tokens=given["tokens"],
+                rows=rows,
+                on_token=on_token,
             )
             answer({"seconds": time.perf_counter() - began, "tokens": tokens})
 
 
-def race(given: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+def race(
+    names: Sequence[str], given: dict[str, Any], options: argparse.Namespace
+) -> dict[str, list[float]]:
     """The seconds of each contender by round, without those of warming up."""
     here, env = Path(__file__), os.environ | {"JAX_PLATFORMS": "cpu"}
-    env |= {"PYTHONPATH": str(here.parents[2])}
-    running, seconds, texts = {}, {name: [] for name in NAMES}, {}
-    for name in NAMES:
-        command = [sys.executable, here, "--serve", name, json.dumps(given)]
-        running[name] = Served(command, env)
-    for _ in range(rounds + WARM_UP):
-        for name in random.sample(NAMES, len(NAMES)):
+    running, seconds, texts = {}, {name: [] for name in names}, {}
+    for name in names:
+        tree = options.beside if name in BESIDE else here.parents[2]
+        kind = name.removesuffix("-beside")
+        command = [sys.executable, here, "--serve", kind, json.dumps(given)]
+        running[name] = Served(command, env | {"PYTHONPATH": str(tree)})
+    for _ in range(options.rounds + WARM_UP):
+        for name in random.sample(names, len(names)):
             found = running[name].ask()
             seconds[name].append(found["seconds"])
             texts[name] = found["tokens"]
     for each in running.values():
         each.close()
-    for name in NAMES[1:]:
-        pairs = zip(texts[NAMES[0]], texts[name], strict=True)
+    for name in names[1:]:
+        pairs = zip(texts[names[0]], texts[name], strict=True)
         same = sum(mine == theirs for mine, theirs in pairs)
-        print(f"{name}: {same} of {len(texts[name])} texts are those of {NAMES[0]}")
+        print(f"{name}: {same} of {len(texts[name])} texts are those of {names[0]}")
     return {name: found[WARM_UP:] for name, found in seconds.items()}
 
 
 def report(batch: int, num_tokens: int, seconds: dict[str, list[float]]) -> None:
+    """Prints a table.
+
+    Args:
+        num_tokens: of all texts.
+    """
+    last = list(seconds)[-1]
     table = Table(
-        *("", "tokens/s", "least-most", "s a text", "time of transformers / own"),
+        *("", "tokens/s", "least-most", "s a text", f"time of {last} / own"),
         box=None,
     )
-    theirs = seconds["transformers"]
+    theirs = seconds[last]
     for name, found in seconds.items():
-        rates = sorted(batch * num_tokens / s for s in found)
+        rates = sorted(num_tokens / s for s in found)
         ratios = sorted(b / a for a, b in zip(found, theirs, strict=True))
         table.add_row(
             name,
@@ -140,7 +166,19 @@ def main() -> None:
             np.save(prompts, rng.integers(3, SHAPE["vocab_size"], (batch, PROMPT)))
             given = {"model": str(folder / "model"), "prompts": str(prompts)}
             given |= {"tokens": options.tokens, "dtype": options.dtype}
-            report(batch, options.tokens, race(given, options.rounds))
+            lengths = batch * [options.tokens]
+            if options.shortest is not None:
+                steps = np.geomspace(options.shortest, options.tokens, batch)
+                lengths = rng.permutation(np.round(steps).astype(int)).tolist()
+            given |= {"rows": options.rows, "lengths": lengths}
+            report(batch, sum(lengths), race(names_of(options), given, options))
+
+
+def names_of(options: argparse.Namespace) -> list[str]:
+    if options.contenders:
+        return options.contenders
+    names = NAMES[:2] if options.shortest is not None else NAMES
+    return [*names, *(BESIDE if options.beside is not None else ())]
 
 
 def parse() -> argparse.Namespace:
@@ -148,6 +186,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=48, help="new ones of a text")
     parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} more")
+    parser.add_argument("--rows", type=int, help="zinf's, of a microbatch")
+    parser.add_argument("--shortest", type=int, help="least tokens of a text")
+    parser.add_argument("--beside", type=Path, help="another tree of zinf")
+    parser.add_argument("--contenders", nargs="+", choices=(*NAMES, *BESIDE))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     return parser.parse_args()
 

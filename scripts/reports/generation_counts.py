@@ -69,8 +69,8 @@ def counted() -> Iterator[dict[str, list[Any]]]:
         found["bytes"].append(record.moved_bytes[Link.H2D])
 
     def with_prompts(program: Any, inputs: Sequence[Mapping[str, Any]]) -> Any:
-        joins = [x["batch/joins"].sum() for x in inputs if "batch/joins" in x]
-        found["read"].append(int(sum(joins)))
+        parts = [x["batch/is_first"].sum() for x in inputs if "batch/is_first" in x]
+        found["read"].append(int(sum(parts)))
         return run(program, inputs)
 
     passes.run_plan, generate._Program.run = with_bytes, with_prompts

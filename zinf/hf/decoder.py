@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwa
 
 from zinf.core.program import ArraySpec
 from zinf.hf.model import Model, Params
-from zinf.hf.rotary import switch_of
+from zinf.hf.rotary import depends_on_length, switch_of
 from zinf.inference import Decoder
 
 # Kinds of layers that keep keys and values, by their names in a configuration.
@@ -103,6 +103,8 @@ def decoder_of(
         switch_of(model.module),
         apply_all if beside is None else None,
         _taken_back,
+        # Images come with the first call; some rotations depend on the last position.
+        beside is not None or depends_on_length(model.module),
     )
 
 

@@ -61,6 +61,11 @@ def switch_of(model: torch.nn.Module) -> int | None:
     return min(limits, default=None)
 
 
+def depends_on_length(model: torch.nn.Module) -> bool:
+    """Whether the frequencies of a token depend on the length of its sequence."""
+    return any(map(_keeps_frequencies, model.modules()))
+
+
 def growth_of(config: Any) -> float:
     """How many times longer sequences may be than `max_position_embeddings` says."""
     settings = getattr(config, "rope_parameters", None) or {}

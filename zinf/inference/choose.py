@@ -12,7 +12,8 @@ from zinf.inference.fused import (
 from zinf.inference.fused_run import FusedGeneration
 from zinf.inference.generate import StreamedGeneration
 from zinf.inference.generation import AbstractGeneration
-from zinf.inference.plan import GenerationPlanner, Shape
+from zinf.inference.plan import GenerationPlanner
+from zinf.inference.rows import Shape
 
 logger = logging.getLogger(__name__)
 

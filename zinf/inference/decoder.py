@@ -31,8 +31,11 @@ class Decoder:
             first token. None: no sequence is.
         apply_all: as `apply`, with logits after each token, (B, S, V). Drafts need it.
         take_back: `(cache, num_tokens) -> cache`, the cache before so many of the last
-            tokens of each sequence were read, int32 (B,). Drafts need it; a model whose
-            state cannot forget a token has none.
+            tokens of each sequence were read, int32 (B,). Drafts need it, and prompts
+            that are read in parts; a model whose state cannot forget a token has none.
+        reads_whole_prompts: a prompt is one call of `apply`, since the cache of its
+            beginning depends on its end. Else long ones may be read in several calls,
+            which needs `take_back`.
         reads: whether the model reads a parameter, by its key path, where others are
             beside it; None: it reads all.
     """
@@ -43,6 +46,7 @@ class Decoder:
     switches_at: int | None = None
     apply_all: Callable | None = None
     take_back: Callable | None = None
+    reads_whole_prompts: bool = False
     reads: Callable[[str], bool] | None = None
 
     def check_drafts(self) -> None:

@@ -15,8 +15,9 @@ from zinf.inference.choose import fused_or_not
 from zinf.inference.complete import ROWS
 from zinf.inference.fused import FusedPrograms, block_rows
 from zinf.inference.pace import Pace
-from zinf.inference.plan import Generation, GenerationPlanner, Shape
+from zinf.inference.plan import Generation, GenerationPlanner
 from zinf.inference.prompts import check_length, shape_of
+from zinf.inference.rows import Shape
 
 # The sizes that are tried: doubled until that gains less than a tenth.
 FIRST_SIZES, LARGEST_SIZE = (1, ROWS), 1024
@@ -49,13 +50,15 @@ class Forecast:
     @property
     def prefill_seconds(self) -> float:
         """Seconds until each sequence has its first token."""
+        shape, parts = self.made.shape, self.made.parts
+        num_parts = shape.prompt // parts.length
         if self.fused is None:
-            return self.pace.timeline(self.made.prefill).seconds
+            seconds = self.pace.timeline(self.made.prefill).seconds
+            return seconds * num_parts * -(-shape.rows // parts.rows)
         # Prompts are read in blocks, each as a microbatch of fewer rows.
-        shape = self.made.shape
         rows = block_rows(shape)
-        seconds = self._fused_seconds(self.made.prefill) * rows / shape.rows
-        return seconds * -(-self.batch_size // rows)
+        seconds = self._fused_seconds(self.made.prefill) * rows / parts.rows
+        return seconds * num_parts * -(-self.batch_size // rows)
 
     @property
     def decode_seconds(self) -> float:

@@ -40,15 +40,11 @@ from zinf.inference.plan import (
     COUNT,
     MODEL,
     NAME,
-    NO_AXIS,
     SEEN,
     GenerationPlanner,
-    Shape,
-    along,
 )
+from zinf.inference.rows import NO_AXIS, Shape, along, parts
 
-# Prompts are read in blocks of about so many tokens, however many sequences share them.
-BLOCK_TOKENS = 256
 # Errors of planning and of the compiler, for lack of memory or for another reason.
 CANNOT = (InfeasibleError, jax.errors.JaxRuntimeError)
 Arrays = Mapping[str, Any]
@@ -103,7 +99,7 @@ def block_rows(shape: Shape) -> int:
     It depends on the rows and the prompt length of the shape, not on the number of
     prompts, so that number changes no token.
     """
-    return max(1, min(shape.rows, BLOCK_TOKENS // shape.prompt))
+    return parts(shape).rows
 
 
 def why_not_fused(planner: GenerationPlanner) -> str | None:
@@ -272,6 +268,7 @@ class Functions:
                 "numbers": given["numbers"],
                 "num_tokens": given["first"] + state["place"],
                 "words": given["words"],
+                "goes_on": is_open_B,
             }
             results, cache = self.planner.bound(self.planner.step)(flat, batch)
             new = {**state, "cache": cache}

@@ -19,8 +19,9 @@ from zinf.inference.generation import (
     padded,
     starts,
 )
-from zinf.inference.plan import NAME, Shape
+from zinf.inference.plan import NAME
 from zinf.inference.prompts import Request
+from zinf.inference.rows import Shape
 from zinf.inference.texts import Texts
 
 # Passes between two looks at the signals of the process, such as Ctrl-C.

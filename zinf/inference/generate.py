@@ -1,30 +1,30 @@
-"""Streamed generation: a prefill of the sequences that join, then a decode a token.
+"""Streamed generation: passes that decode running sequences and read waiting prompts.
 
 Sequences have rows of microbatches. One that ends leaves its row, and a waiting one
-joins there, beside those that run (Orca, OSDI 2022, section 3.1). A prompt that several
-sequences have is read in one row, and its cache is copied to the rows of the others.
+joins there, beside those that run (Orca, OSDI 2022, section 3.1). Its prompt is read in
+parts, by passes in which the others go on (Dynamic SplitFuse, arXiv:2401.08671, section
+3). A prompt that several sequences have is read in one row, and its cache is copied to
+the rows of the others.
 
 Several processes all have the same sequences and decide alike; each gives the rows of
 its own devices to a program, and gets the tokens of all.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 
-from zinf.core.memory import Stores, gathered, to_devices, to_shares
-from zinf.core.plan import cache
-from zinf.core.program import ArraySpec, Tier
-from zinf.core.sharding import Layout
+from zinf.core.memory import Stores
+from zinf.core.program import Tier
 from zinf.core.sharding.mesh import first_cpu
 from zinf.core.step.forward import Forward
 from zinf.core.step.run.passes import Passes
 from zinf.core.step.run.run import StepRecord
+from zinf.inference.caches import Caches
 from zinf.inference.generation import (
     AbstractGeneration,
     Job,
@@ -33,15 +33,14 @@ from zinf.inference.generation import (
     seen,
     starts,
 )
-from zinf.inference.plan import (
-    COUNT,
-    NO_AXIS,
-    Generation,
-    GenerationPlanner,
-    Shape,
-)
+from zinf.inference.plan import COUNT, PROMPTS, Generation, GenerationPlanner
 from zinf.inference.prompts import Request
+from zinf.inference.rows import Shape
 from zinf.inference.texts import Texts
+
+# Moving the rows of a microbatch takes about as long as so many of its passes. Measured
+# on two cores, with weights and caches of SmolLM2-135M's shape in memory.
+MOVING_PASSES = 8
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,13 @@ class StreamedGeneration(AbstractGeneration):
 
         planned = kept((shape, wanted), make)
         count = min(count, self.shape.rows * planned.num_microbatches)
-        run = _Run(planner, planned, requests, count, job)
+        host_bytes = planner.planner.capacity()[Tier.HOST]
         job.current.leave()
         try:
-            run.fill_caches()
-            run.generate()
+            with Caches(planned, job.stores, host_bytes) as caches:
+                run = _Run(planner, planned, caches, requests, count, job)
+                run.generate()
         finally:
-            run.free_caches()
             job.current.enter()
         return run.texts
 
@@ -96,69 +95,44 @@ class _Run:
     Attributes:
         rows: the sequence in each row, microbatch after microbatch; None: none is.
         waiting: sequences without a row. Equal prompts are neighbours.
+        unread: for each row whose prompt is being read, the slot of the padded prompt
+            where the next part begins; those that joined first come first.
+        copies: by such a row, the rows that get its cache.
         num_idle: rows without a sequence, summed over the passes since the last one
-            that read prompts.
+            joined.
+        num_spare: microbatches that were not needed, summed over the passes since
+            sequences last moved to others.
     """
 
     def __init__(
         self,
         planner: GenerationPlanner,
         planned: Generation,
+        caches: Caches,
         requests: Sequence[Request],
         count: int,
         job: Job,
     ):
         self.planner, self.planned, self.job = planner, planned, job
-        self.stores, self.texts = job.stores, job.texts(requests)
-        self.group = planner.planner.group
-        self.homes = planned.decode.cache_homes
-        self.caches = set(planned.decode.segmented.program.caches)
-        # Leaves of the cache that no segment can overwrite, by microbatch and name.
-        self.passed: list[dict[str, np.ndarray]] = [
-            {} for _ in range(planned.num_microbatches)
-        ]
+        self.caches, self.texts = caches, job.texts(requests)
         self.rows: list[Request | None] = [None] * count
         by_prompt: dict[bytes, list[Request]] = {}
         for request in requests:
             by_prompt.setdefault(request.tokens.tobytes(), []).append(request)
         self.waiting = deque(r for equal in by_prompt.values() for r in equal)
+        self.unread: dict[int, int] = {}
+        self.copies: dict[int, list[int]] = defaultdict(list)
         self.num_idle = 0
-
-    def fill_caches(self) -> None:
-        """Allocate the caches, filled with zeros, before the first prefill."""
-        for m, passed in enumerate(self.passed):
-            for name in self.planned.axes:
-                spec, is_kept = self.spec(name), name in self.caches
-                shape = self.layout(name).share_shape if is_kept else spec.shape
-                zeros = np.zeros(shape, jax.numpy.dtype(spec.dtype))
-                if is_kept:
-                    self.keep(name, m, zeros)
-                else:
-                    passed[name] = zeros
-
-    def free_caches(self) -> None:
-        for array, tier in self.homes.items():
-            if self.stores[tier].contains(array):
-                self.stores[tier].free(array)
-
-    def spec(self, name: str) -> ArraySpec:
-        return self.planned.decode.segmented.program.values[name]
-
-    def layout(self, name: str) -> Layout:
-        """The layout of a leaf of the cache of a microbatch, where it rests."""
-        return self.planned.decode.layouts.values[name]
-
-    def home(self, name: str) -> Any:
-        """The store of a leaf of the caches."""
-        return self.stores[self.homes[cache(name, 0)]]
+        self.num_spare = 0
 
     def generate(self) -> None:
-        while self.waiting or self.running():
+        while self.waiting or self.unread or self.running():
             if self.is_time_to_join():
                 self.join()
-            with _Program(self.planned.decode, self.stores) as program:
-                while self.running() and not self.is_time_to_join():
-                    self.next_tokens(program)
+            if self.unread:
+                self.read_parts()
+            else:
+                self.decode()
 
     def number(self, request: Request) -> int:
         """The number of the next new token of a sequence."""
@@ -169,135 +143,139 @@ class _Run:
             return False
         return self.number(request) < self.job.part.end
 
-    def running(self) -> list[int]:
-        """The rows whose sequences go on."""
+    def in_use(self) -> list[int]:
+        """The rows whose sequences go on, with those whose prompts are being read."""
         return [row for row, request in enumerate(self.rows) if self.goes_on(request)]
+
+    def running(self) -> list[int]:
+        """The rows whose sequences get more tokens after the first."""
+        copied = {row for rows in self.copies.values() for row in rows}
+        return [x for x in self.in_use() if x not in self.unread and x not in copied]
 
     # Prompts.
 
     def is_time_to_join(self) -> bool:
-        """Whether waiting prompts are read now, rather than after another token.
+        """Whether waiting sequences get rows now, rather than after another token.
 
-        A pass that reads prompts costs each running sequence a token. It is worth that
-        as soon as as many tokens were lost by rows without a sequence.
+        Reading prompts costs each running sequence some share of a token. It is worth
+        that as soon as as many tokens were lost by rows without a sequence.
         """
-        count = len(self.running())
+        count = len(self.in_use())
         if not self.waiting or count == len(self.rows):
             return False
-        return not count or (self.planned.can_join and self.num_idle >= count)
+        if not self.running():
+            return not count or self.planned.can_join
+        cost = len(self.running()) * self.planner.seconds_beside(self.planned)
+        return self.planned.can_join and self.num_idle >= cost
 
     def join(self) -> None:
-        """Read prompts of waiting sequences into the rows that are free."""
-        is_taken = set(self.running())
+        """Give free rows to waiting sequences; those with equal prompts read one."""
+        is_taken = set(self.in_use())
         free = [row for row in range(len(self.rows)) if row not in is_taken]
         joining = [self.waiting.popleft() for _ in free[: len(self.waiting)]]
-        first_of: dict[bytes, Request] = {}
-        if self.can_copy():
-            for request in joining:
-                first_of.setdefault(request.tokens.tobytes(), request)
-        read = list(first_of.values()) or joining
-        numbers = {request.number for request in read}
-        others = [r for r in joining if r.number not in numbers]
+        first_of = {self.request(row).tokens.tobytes(): row for row in self.unread}
+        can_copy, others = self.caches.can_copy(), []
         # Prompts that are read come first, so few microbatches have some.
-        row_of = dict(zip((r.number for r in (*read, *others)), free, strict=False))
+        rows = iter(free)
         for request in joining:
-            self.rows[row_of[request.number]] = request
-        logits = self.read_prompts({row_of[r.number]: r for r in read})
-        sources = {
-            row_of[r.number]: row_of[first_of[r.tokens.tobytes()].number]
-            for r in others
-        }
-        if sources:
-            self.copy_rows(sources)
-        self.draw_first({row: logits[sources.get(row, row)] for row in row_of.values()})
+            name = request.tokens.tobytes()
+            if can_copy and name in first_of:
+                others.append((request, first_of[name]))
+                continue
+            row = first_of[name] = next(rows)
+            self.rows[row] = request
+            self.unread[row] = self.first_slot(request)
+        for (request, source), row in zip(others, rows, strict=False):
+            self.rows[row] = request
+            self.copies[source].append(row)
         self.num_idle = 0
 
-    def read_prompts(self, requests: Mapping[int, Request]) -> dict[int, np.ndarray]:
-        """The logits (V,) after each prompt, by row. The caches of other rows stay."""
-        shape = self.planned.shape
-        count = 1 + max(requests) // shape.rows
-        forward = self.planner.prefix(self.planned, count)
-        inputs = []
-        for m in range(forward.num_microbatches):
-            # Rows that do not join read the first request; their results are dropped.
-            some = next(iter(requests.values()))
-            whole = [requests.get(row, some) for row in self.of_microbatch(m)]
-            leaves = {
-                "batch/tokens": padded(whole, shape.prompt),
-                "batch/starts": starts(whole, shape.prompt),
-                "batch/joins": np.isin(self.of_microbatch(m), list(requests)),
-            }
-            inputs.append(leaves | self.passed[m])
-        with _Program(forward, self.stores) as program:
-            outputs = self.take_caches(program.run(inputs), 1)
-        rows = shape.rows
-        return {row: outputs[row // rows][0][row % rows] for row in requests}
+    def first_slot(self, request: Request) -> int:
+        """Where the first part of a padded prompt begins that has a token."""
+        padding, length = starts([request], self.planned.shape.prompt)[0], self.length
+        return int(padding) // length * length
 
-    def of_microbatch(self, m: int) -> range:
-        rows = self.planned.shape.rows
-        return range(m * rows, (m + 1) * rows)
+    @property
+    def length(self) -> int:
+        """Tokens of a part of a prompt."""
+        return self.planned.parts.length
 
-    def can_copy(self) -> bool:
-        """Whether the host has room for a leaf of the caches of all microbatches."""
-        room = self.planner.planner.capacity()[Tier.HOST]
-        held = self.planned.decode.plan.home_bytes[Tier.HOST]
-        return self.copied_bytes() <= room - held
-
-    def copied_bytes(self) -> int:
-        return (1 + self.planned.num_microbatches) * self.planned.leaf_bytes()
-
-    def copy_rows(self, sources: Mapping[int, int]) -> None:
-        """Give rows the caches of other rows."""
-        nbytes, ledger = self.copied_bytes(), self.stores.host.ledger
-        ledger.reserve(nbytes, "a leaf of the caches of all microbatches")
-        try:
-            for name, axis in self.planned.axes.items():
-                self.copy_leaf(name, axis, sources)
-        finally:
-            ledger.release(nbytes)
-
-    def copy_leaf(self, name: str, axis: int, sources: Mapping[int, int]) -> None:
-        num_rows = self.planned.shape.rows
-        # No row is read after it was written: a source is never written.
-        read = {row // num_rows for row in sources.values()}
-        contents = {m: self.content(name, m) for m in read}
-        for m in sorted({row // num_rows for row in sources}):
-            content = contents.get(m)
-            content = self.content(name, m) if content is None else content
-            for row in self.of_microbatch(m):
-                if row not in sources:
-                    continue
-                number, place = divmod(sources[row], num_rows)
-                if axis == NO_AXIS:
-                    content[...] = contents[number]
-                else:
-                    of = np.moveaxis(contents[number], axis, 0)
-                    np.moveaxis(content, axis, 0)[row % num_rows] = of[place]
-            self.replace(name, m, content)
-
-    def content(self, name: str, m: int) -> np.ndarray:
-        """A copy of a leaf of the cache of a microbatch, whole."""
-        if name not in self.caches:
-            return np.array(self.passed[m][name])
-        found, layout = self.home(name).read(cache(name, m)).result(), self.layout(name)
-        if isinstance(found, jax.Array):
-            (found,) = to_shares([found], [layout])
-        elif layout.is_whole:
-            found = np.array(found)
-        return gathered(found, layout)
-
-    def replace(self, name: str, m: int, content: np.ndarray) -> None:
-        if name in self.caches:
-            self.keep(name, m, self.layout(name).take_share(content))
+    def read_parts(self) -> None:
+        """Read parts of some prompts, while running sequences get their next tokens."""
+        forward, running = None, self.running()
+        some = self.reading_microbatches(self.num_beside())
+        if running and self.planned.can_read_beside:
+            forward = self.planner.reading(self.planned, some, is_beside=True)
+        is_beside = forward is not None
+        if forward is None:
+            some = self.reading_microbatches(self.planned.num_microbatches)
+            forward = self.planner.reading(self.planned, some, is_beside=False)
+            assert forward is not None
+        read = {
+            m: [row for row in self.unread if row in self.planned.of_microbatch(m)]
+            for m in some
+        }
+        read = {m: rows[: self.planned.parts.rows] for m, rows in read.items()}
+        if is_beside:
+            inputs, prefix = self.decode_inputs(running), PROMPTS
         else:
-            self.passed[m][name] = content
+            running, prefix = [], ""
+            inputs = [{} for _ in self.caches.passed]
+        for m, rows in read.items():
+            leaves = self.part_inputs(m, rows) | self.caches.passed[m]
+            inputs[m] |= {prefix + name: leaf for name, leaf in leaves.items()}
+        with _Program(forward, self.job.stores) as program:
+            self.take_outputs(program.run(inputs), running, read)
 
-    def keep(self, name: str, m: int, share: np.ndarray) -> None:
-        """Write this process's share of a leaf of the caches where it rests."""
-        array, kept = cache(name, m), [share]
-        if self.homes[array] == Tier.DEVICE:
-            kept = to_devices(kept, [self.layout(name)])
-        self.home(name).write(array, kept[0]).result()
+    def num_beside(self) -> int:
+        """Microbatches whose prompts a pass reads beside decoding: at least one."""
+        decode, shape = self.planned.decode, self.planned.shape
+        num_tokens = self.planner.tokens_beside(decode, shape.rows)
+        return max(1, num_tokens // self.planned.parts.num_tokens)
+
+    def reading_microbatches(self, most: int) -> range:
+        """The first microbatches that read prompts, with those between them."""
+        numbers = {row // self.planned.shape.rows for row in self.unread}
+        return range(min(numbers), min(max(numbers) + 1, min(numbers) + most))
+
+    def part_inputs(self, m: int, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """The next parts of the prompts in some rows of a microbatch."""
+        shape, parts = self.planned.shape, self.planned.parts
+        tokens = np.zeros((parts.rows, parts.length), np.int32)
+        first, is_first = np.zeros(parts.rows, np.int32), np.zeros(parts.rows, np.bool_)
+        which = np.full(parts.rows, shape.rows, np.int32)
+        for number, row in enumerate(rows):
+            local = row - self.planned.of_microbatch(m).start
+            # If there is a part for each row, it has the number of its row.
+            part = local if parts.rows == shape.rows else number
+            request, slot = self.request(row), self.unread[row]
+            whole = padded([request], shape.prompt)[0]
+            tokens[part], which[part] = whole[slot : slot + parts.length], local
+            is_first[part] = slot == self.first_slot(request)
+            first[part] = max(0, starts([request], shape.prompt)[0] - slot)
+        return {
+            "batch/tokens": tokens,
+            "batch/starts": first,
+            "batch/rows": which,
+            "batch/is_first": is_first,
+        }
+
+    def take_parts(self, m: int, rows: Sequence[int], logits: np.ndarray) -> None:
+        """Go on behind parts that were read; draw the first tokens after the last."""
+        parts, ends = self.planned.parts, {}
+        for number, row in enumerate(rows):
+            self.unread[row] += parts.length
+            if self.unread[row] == self.planned.shape.prompt:
+                is_every = parts.rows == self.planned.shape.rows
+                ends[row] = logits[row % parts.rows if is_every else number]
+        for row in ends:
+            del self.unread[row]
+        sources = {to: row for row in ends for to in self.copies.pop(row, ())}
+        if sources:
+            self.caches.copy_rows(sources)
+        ends |= {to: ends[row] for to, row in sources.items()}
+        if ends:
+            self.draw_first(ends)
 
     def draw_first(self, logits: Mapping[int, np.ndarray]) -> None:
         """Draw the first token of the sequences in some rows."""
@@ -318,7 +296,7 @@ class _Run:
                 results, _ = self.planned.draw(*given)
             # Two kinds of processor may round otherwise, and so draw another token.
             found = {name: np.asarray(x) for name, x in results.items()}
-            told = self.group.broadcast(
+            told = self.planner.planner.group.broadcast(
                 "first tokens", {name: x.tolist() for name, x in found.items()}
             )
             results = {
@@ -334,9 +312,61 @@ class _Run:
 
     # Tokens after prompts.
 
-    def next_tokens(self, program: "_Program") -> None:
-        """Read the last tokens of the running sequences, and note what comes next."""
-        running, numbers = self.running(), self.job.sampling.constants()
+    def decode(self) -> None:
+        """Draw tokens until prompts are read, or fewer microbatches have sequences."""
+        self.move_rows()
+        count = self.num_decoded()
+        forward = self.planner.decoding(self.planned, count)
+        with _Program(forward, self.job.stores) as program:
+            while (running := self.running()) and not self.is_time_to_join():
+                if self.num_decoded() < count or self.is_time_to_move():
+                    break
+                inputs = self.decode_inputs(running)
+                inputs[count:] = [{} for _ in inputs[count:]]
+                self.take_outputs(program.run(inputs), running, {})
+                self.num_spare += count - self.num_needed()
+
+    def num_decoded(self) -> int:
+        """The microbatches of a pass: up to the last one with a running sequence.
+
+        All of them as long as sequences wait for free rows.
+        """
+        running = self.running()
+        if self.waiting or not running or not self.planned.can_join:
+            return self.planned.num_microbatches
+        return 1 + max(running) // self.planned.shape.rows
+
+    def num_needed(self) -> int:
+        """The fewest microbatches that have a row for each running sequence."""
+        return max(1, -(-len(self.running()) // self.planned.shape.rows))
+
+    def is_time_to_move(self) -> bool:
+        """Whether sequences move to rows of fewer microbatches.
+
+        Nothing must wait for these rows, and it is worth the time as soon as passes
+        have spent as much on microbatches that were not needed.
+        """
+        is_spread = self.num_needed() < self.num_decoded()
+        is_late = self.num_spare >= MOVING_PASSES and not self.waiting
+        return is_spread and is_late and self.caches.can_copy()
+
+    def move_rows(self) -> None:
+        """Move sequences to free rows of the fewest microbatches, if it is time."""
+        if not self.is_time_to_move():
+            return
+        running = set(self.running())
+        end = self.num_needed() * self.planned.shape.rows
+        free = (row for row in range(end) if row not in running)
+        late = sorted(row for row in running if row >= end)
+        sources = dict(zip(free, late, strict=False))
+        self.caches.copy_rows(sources)
+        for row, source in sources.items():
+            self.rows[row], self.rows[source] = self.rows[source], None
+        self.num_spare = 0
+
+    def decode_inputs(self, running: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """For each microbatch, the last tokens of the running sequences and more."""
+        numbers = self.job.sampling.constants()
         known = self.known_tokens(running)
         num_rows = self.planned.num_microbatches * self.planned.shape.rows
         shape = (num_rows, *next(iter(known.values())).shape)
@@ -347,21 +377,17 @@ class _Run:
             request = self.request(row)
             tokens[row], words[row] = known[row], request.words
             num_tokens[row] = self.number(request)
+        goes_on = np.isin(np.arange(num_rows), running)
+        by_row = {"tokens": tokens, "words": words}
+        by_row |= {"num_tokens": num_tokens, "goes_on": goes_on}
         inputs = []
-        for m, passed in enumerate(self.passed):
-            own = self.of_microbatch(m)
+        for m, passed in enumerate(self.caches.passed):
+            own = self.planned.of_microbatch(m)
             leaves = {f"batch/numbers/{n}": np.asarray(x) for n, x in numbers.items()}
-            leaves["batch/num_tokens"] = num_tokens[own.start : own.stop]
-            leaves["batch/words"] = words[own.start : own.stop]
-            leaves["batch/tokens"] = tokens[own.start : own.stop]
+            for name, values in by_row.items():
+                leaves[f"batch/{name}"] = values[own.start : own.stop]
             inputs.append(leaves | passed)
-        outputs = self.take_caches(program.run(inputs), len(self.planned.results))
-        for m, arrays in enumerate(outputs):
-            results = dict(zip(self.planned.results, arrays, strict=True))
-            own = (row for row in running if row in self.of_microbatch(m))
-            rows = self.planned.shape.rows
-            self.take(((row % rows, self.request(row)) for row in own), results)
-        self.num_idle += len(self.rows) - len(running)
+        return inputs
 
     def known_tokens(self, running: Sequence[int]) -> dict[int, np.ndarray]:
         """By row, the last token of each running sequence and guesses after it."""
@@ -374,14 +400,34 @@ class _Run:
             known = np.concatenate([known, found], axis=1)
         return dict(zip(running, known, strict=True))
 
-    def take_caches(
-        self, outputs: Sequence[Sequence[np.ndarray]], num_results: int
-    ) -> list[Sequence[np.ndarray]]:
-        """Keep the cache leaves that pass through the host; return the results."""
-        names = [name for name in self.planned.axes if name not in self.caches]
+    def take_outputs(
+        self,
+        outputs: Sequence[Sequence[np.ndarray]],
+        running: Sequence[int],
+        read: Mapping[int, Sequence[int]],
+    ) -> None:
+        """Keep the cache leaves that pass through the host, and the new tokens.
+
+        Args:
+            running: the rows that were decoded.
+            read: by microbatch, the rows whose prompts a part was read of.
+        """
+        names = self.caches.passed_names
+        num_rows, logits = self.planned.shape.rows, {}
+        self.num_idle += len(self.rows) - len(self.in_use())
         for m, arrays in enumerate(outputs):
-            self.passed[m] = dict(zip(names, arrays[num_results:], strict=True))
-        return [arrays[:num_results] for arrays in outputs]
+            rest = list(arrays)
+            if running and rest:
+                results = {name: rest.pop(0) for name in self.planned.results}
+                self.caches.passed[m] = {name: rest.pop(0) for name in names}
+                own = [row for row in running if row in self.planned.of_microbatch(m)]
+                self.take(((row % num_rows, self.request(row)) for row in own), results)
+            if m in read:
+                logits[m] = rest.pop(0)
+                leaves = dict(zip(names, rest, strict=True))
+                self.caches.pass_rows(m, leaves, read[m])
+        for m, rows in read.items():
+            self.take_parts(m, rows, logits[m])
 
     def take(
         self,
@@ -434,4 +480,4 @@ class _Program:
         outputs = self.passes.run_on(plan, self.work, own, (), None, record)
         if record.interrupted:
             raise KeyboardInterrupt
-        return [self.passes.wholes(arrays) for arrays in outputs]
+        return [self.passes.wholes(m, arrays) for m, arrays in enumerate(outputs)]

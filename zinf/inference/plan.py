@@ -1,14 +1,15 @@
 """Plans prefill and decode: two programs over one cache.
 
-Prefill reads the prompts of some rows and leaves the others as they are, and decode
-reads one token of each sequence, or a few. Both run all sequences through a segment
-before the next segment starts, in microbatches of `rows`, so weights cross each link
-once a token however many sequences there are (FlexGen, arXiv:2303.06865, section 4.1;
-ZeRO-Inference, arXiv:2207.00032, section 6).
+Prefill reads parts of the prompts of some rows and leaves the others as they are, and
+decode reads one token of each sequence, or a few. Both run all sequences through a
+segment before the next segment starts, in microbatches of `rows`, so weights cross each
+link once a token however many sequences there are (FlexGen, arXiv:2303.06865, section
+4.1; ZeRO-Inference, arXiv:2207.00032, section 6). One pass may do both: running
+sequences go on while prompts are read (Dynamic SplitFuse, arXiv:2401.08671, section 3).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -17,41 +18,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.core.jaxpr.keys import in_words
-from zinf.core.plan import InfeasibleError
+from zinf.core.plan import InfeasibleError, Link
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier, open_tiers
-from zinf.core.segment import Function, named_leaves
+from zinf.core.segment import Function, Segmented, named_leaves
 from zinf.core.sharding import Dim
 from zinf.core.step.arrays import array_specs
+from zinf.core.step.beside import alone, together
 from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
 from zinf.core.step.on_demand import LEAST_SLOTS, NO_SLOTS
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
+from zinf.core.step.shrink import Compiled, Limits, largest_segment_bytes
 from zinf.inference.decoder import Decoder, checked_all, checked_apply
 from zinf.inference.drafts import GuessOnDevice
 from zinf.inference.early import each_changed
+from zinf.inference.rows import (
+    BLOCK_TOKENS,
+    NO_AXIS,
+    Parts,
+    Shape,
+    along,
+    parts,
+    row_axes,
+)
 from zinf.inference.sampling import Sampling
 from zinf.inference.scores import Scores
 
 NAME = "the decoder"
 NEEDED = "is_finite", "token"  # Results of drawing that are always there.
 COUNT = "count"
-NO_AXIS = -1
 CACHE = "batch/cache/"
 MODEL, SEEN = "model", "seen"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one microbatch: sequences, tokens of a prompt, slots of the cache."""
-
-    rows: int
-    prompt: int
-    length: int
-
-    @property
-    def starts(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the first slots of the sequences."""
-        return jax.ShapeDtypeStruct((self.rows,), np.int32)
+PROMPTS = "prompts/"
+MOST_PASSES = 64  # Plans of passes of some microbatches that are kept.
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class Generation:
             at each place, (B, places, ...), and "count" (B,), the first places of a
             sequence that are right. A prefill returns logits, float32 (B, V).
         draw: see `GenerationPlanner.draw`; compiled for the host.
-        prefixes: see `GenerationPlanner.prefix`, by the number of microbatches.
+        parts: what a prefill reads of each microbatch.
+        passes: what `GenerationPlanner.reading` and `decoding` returned last.
     """
 
     shape: Shape
@@ -74,7 +74,8 @@ class Generation:
     axes: Mapping[str, int]
     results: tuple[str, ...]
     draw: Callable
-    prefixes: dict[int, Forward]
+    parts: Parts
+    passes: dict[Hashable, Forward | None] = field(default_factory=dict)
 
     @property
     def num_microbatches(self) -> int:
@@ -86,39 +87,35 @@ class Generation:
         return NO_AXIS not in self.axes.values()
 
     @property
+    def can_read_beside(self) -> bool:
+        """Whether prompts may be read while other sequences go on.
+
+        Slots of experts that are read on demand belong to one program.
+        """
+        programs = self.prefill.segmented.program, self.decode.segmented.program
+        return self.can_join and not any(each.chosen for each in programs)
+
+    @property
     def vocab_size(self) -> int:
         program = self.prefill.segmented.program
         return program.values[program.outputs[0]].shape[-1]
+
+    def kept(self, key: Hashable, make: Callable[[], Forward | None]) -> Forward | None:
+        """What is in `passes` for a key, or new; the oldest of too many go."""
+        if key not in self.passes:
+            while len(self.passes) >= MOST_PASSES:
+                del self.passes[next(iter(self.passes))]
+            self.passes[key] = make()
+        return self.passes[key]
+
+    def of_microbatch(self, m: int) -> range:
+        """The rows of a microbatch, counted over all."""
+        return range(m * self.shape.rows, (m + 1) * self.shape.rows)
 
     def leaf_bytes(self) -> int:
         """The bytes of the largest leaf of the cache of a microbatch."""
         values = self.decode.segmented.program.values
         return max(values[name].nbytes for name in self.axes)
-
-
-def row_axes(specs: Any, of_one_more: Any) -> Any:
-    """For each array, the dim along which its sequences lie.
-
-    `NO_AXIS` for arrays that are the same for all sequences.
-
-    Args:
-        specs: shapes for some number of sequences.
-        of_one_more: shapes for one more.
-    """
-
-    def axis(spec: Any, larger: Any) -> int:
-        pairs = zip(spec.shape, larger.shape, strict=True)
-        differ = [i for i, (a, b) in enumerate(pairs) if a != b]
-        return differ[0] if differ else NO_AXIS
-
-    return jax.tree.map(axis, specs, of_one_more)
-
-
-def along(flags: jax.Array, axis: int, ndim: int) -> jax.Array:
-    """A flag of each sequence, (B,), reshaped to broadcast along `axis` of an array."""
-    shape = [1] * ndim
-    shape[axis] = -1
-    return flags.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -198,24 +195,76 @@ class GenerationPlanner:
             InfeasibleError: they do not fit beside the arrays at rest.
             ValueError: the decoder returned something else than a decoder must.
         """
-        only, tiers = None, self.tiers
         axes = self.cache_axes(shape)
-        prompts, tokens = self._prompts(shape), self.tokens(shape)
-        read = partial(self._read, axes=axes, length=shape.length)
+        tokens, num_results = self.tokens(shape), len(self.results)
+        decode = self._plan(self.step, tokens, num_results, None, self.tiers)
+        read = self._parts(shape, decode)
         while True:
-            prefill = self._plan(read, prompts, 1, only, tiers)
-            caches = set(prefill.segmented.program.caches)
-            rest = caches, self._tiers_from(prefill)
-            decode = self._plan(self.step, tokens, len(self.results), *rest)
+            prefill, read = self._prefill(shape, read, axes, decode)
             if decode.cache_homes == prefill.cache_homes:
                 names = {
                     CACHE + path: axis for path, axis in named_leaves(axes).items()
                 }
-                how = names, self.results, jax.jit(self.draw)
-                return Generation(shape, prefill, decode, *how, {1: prefill})
+                how = names, self.results, jax.jit(self.draw), read
+                return Generation(shape, prefill, decode, *how)
             # A leaf that only one of them can overwrite is passed by both.
-            only = caches.intersection(decode.segmented.program.caches)
-            tiers = self._tiers_from(decode)
+            caches = set(decode.segmented.program.caches)
+            rest = caches.intersection(prefill.segmented.program.caches)
+            tiers = self._tiers_from(prefill)
+            decode = self._plan(self.step, tokens, num_results, rest, tiers)
+
+    def _parts(self, shape: Shape, decode: Forward) -> Parts:
+        """What a pass reads of prompts while it reads weights for a decode anyway."""
+        num_tokens = self.tokens_beside(decode, shape.rows)
+        return parts(shape, num_tokens, **self._how_to_read(shape))
+
+    def _how_to_read(self, shape: Shape) -> dict[str, bool]:
+        """See `rows.parts`."""
+        has_rows = NO_AXIS not in jax.tree.leaves(self.cache_axes(shape))
+        can_wait = has_rows and self.decoder.take_back is not None
+        return {
+            # Devices divide the rows of a cache, and each reads its own.
+            "all_rows": not has_rows or self.planner.rule.mesh.size > 1,
+            "whole": self.decoder.reads_whole_prompts or not can_wait,
+        }
+
+    def tokens_beside(self, decode: Forward, rows: int) -> int:
+        """Tokens of prompts that take no longer to compute than weights to fetch.
+
+        Args:
+            decode: the program whose weights are fetched for the prompts too.
+            rows: sequences of a microbatch of it.
+        """
+        rates, plan = decode.plan.rates, decode.plan
+        busy = plan.timeline.busy_seconds(plan.instructions)
+        computing = busy.pop(Link.DEVICE, 0.0)
+        flops = sum(segment.spec.flops for segment in decode.segments)
+        free = max(0.0, max(busy.values(), default=0.0) - computing)
+        num_tokens = free * rates.flops_per_second * rows / max(1, flops)
+        return max(BLOCK_TOKENS, int(num_tokens / (1 + self.num_guesses)))
+
+    def _prefill(
+        self, shape: Shape, read: Parts, axes: Any, decode: Forward
+    ) -> tuple[Forward, Parts]:
+        """The program that reads prompts, and what it reads.
+
+        That is less than `read` if else segments or caches had to make room.
+
+        Raises:
+            InfeasibleError: the least does not fit.
+        """
+        caches, tiers = set(decode.segmented.program.caches), self._tiers_from(decode)
+        largest = largest_segment_bytes(decode.segmented.program)
+        while True:
+            function = partial(self._read, axes=axes, shape=shape, read=read)
+            given = function, self._prompts(shape, read), 1, caches
+            smaller = read.smaller(**self._how_to_read(shape))
+            if smaller is None:
+                return self._plan(*given, tiers), read
+            try:
+                return self._plan(*given, tiers[:1], least_param_bytes=largest), read
+            except InfeasibleError:
+                read = smaller
 
     def repeated(self, made: Generation, num_microbatches: int) -> Generation:
         """The same programs for another number of microbatches; compiles nothing.
@@ -229,8 +278,7 @@ class GenerationPlanner:
             tiers = self._tiers_from(prefill)
             decode = self._again(made.decode, num_microbatches, tiers)
             if decode.cache_homes == prefill.cache_homes:
-                prefixes = {num_microbatches: prefill}
-                return replace(made, prefill=prefill, decode=decode, prefixes=prefixes)
+                return replace(made, prefill=prefill, decode=decode, passes={})
             tiers = self._tiers_from(decode)
 
     def suited(
@@ -273,20 +321,66 @@ class GenerationPlanner:
         is_same = found.decode.cache_homes == made.decode.cache_homes
         return found if is_same else made
 
-    def prefix(self, made: Generation, num_microbatches: int) -> Forward:
-        """The prefill of the first microbatches, while the caches of all rest."""
-        if num_microbatches not in made.prefixes:
-            homes = set(made.prefill.cache_homes.values())
-            made.prefixes[num_microbatches] = plan_again(
-                self.planner,
-                made.prefill,
-                NAME,
-                self.at_rest,
-                num_microbatches=num_microbatches,
-                cache_tiers=tuple(homes) or self.tiers[:1],
-                num_cached=made.num_microbatches,
-            )
-        return made.prefixes[num_microbatches]
+    def reading(
+        self, made: Generation, microbatches: range, *, is_beside: bool
+    ) -> Forward | None:
+        """The pass that reads parts of prompts of some microbatches.
+
+        Args:
+            is_beside: it also decodes all microbatches; None is returned if both do not
+                fit together. Names of what prompts need then begin with `PROMPTS`.
+        """
+        make = partial(self._reading, made, microbatches, is_beside)
+        return made.kept((microbatches, is_beside), make)
+
+    def decoding(self, made: Generation, num_microbatches: int) -> Forward:
+        """The pass that decodes so many microbatches: the first ones."""
+        if num_microbatches == made.num_microbatches:
+            return made.decode
+        first = alone(made.decode, "", range(num_microbatches))
+        forward = made.kept(num_microbatches, partial(self._replanned, made, *first))
+        assert forward is not None
+        return forward
+
+    def _reading(
+        self, made: Generation, microbatches: range, is_beside: bool
+    ) -> Forward | None:
+        if not is_beside:
+            if len(microbatches) == made.num_microbatches:
+                return made.prefill
+            return self._replanned(made, *alone(made.prefill, "", microbatches))
+        rest = made.decode, made.prefill, PROMPTS, microbatches
+        try:
+            return self._replanned(made, *together(*rest))
+        except InfeasibleError:
+            return None
+
+    def _replanned(
+        self, made: Generation, segmented: Segmented, compiled: Compiled
+    ) -> Forward:
+        homes = set(made.prefill.cache_homes.values())
+        return plan_again(
+            self.planner,
+            segmented,
+            compiled,
+            NAME,
+            self.at_rest,
+            num_microbatches=made.num_microbatches,
+            cache_tiers=tuple(homes) or self.tiers[:1],
+        )
+
+    def seconds_beside(self, made: Generation) -> float:
+        """What reading a part of prompts adds to a decode, over the time of a decode.
+
+        At most 1: else running sequences wait for a pass of its own.
+        """
+        found = None
+        if made.can_read_beside:
+            found = self.reading(made, range(1), is_beside=True)
+        if found is None:
+            return 1.0
+        added = found.plan.timeline.seconds / made.decode.plan.timeline.seconds - 1
+        return min(1.0, max(0.0, added))
 
     def most(self, made: Generation, wanted: int) -> Generation:
         """The programs for as many microbatches as fit, up to `wanted`."""
@@ -307,7 +401,8 @@ class GenerationPlanner:
     ) -> Forward:
         return plan_again(
             self.planner,
-            forward,
+            forward.segmented,
+            forward.compiled,
             NAME,
             self.at_rest,
             num_microbatches=num_microbatches,
@@ -321,7 +416,9 @@ class GenerationPlanner:
         num_results: int,
         only: Collection[str] | None,
         tiers: Sequence[Tier],
+        least_param_bytes: int = 1,
     ) -> Forward:
+        limit = self.planner.config.segment_max_bytes
         function = Function(NAME, self.bound(step))
         names = [CACHE + path for path in named_leaves(batch["cache"])]
         outputs = {
@@ -334,43 +431,63 @@ class GenerationPlanner:
             function,
             batch,
             self.at_rest,
+            limits=Limits(limit, least_param_bytes=least_param_bytes),
             caches=Cached(outputs, tuple(tiers)),
             slot_bytes=self.slot_bytes,
         )
 
-    def _read(self, *arguments: Any, axes: Any, length: int) -> tuple[Any, Any]:
-        """`(params[, model_state], batch) -> (logits, new cache)` of prompts.
+    def _read(
+        self, *arguments: Any, axes: Any, shape: Shape, read: Parts
+    ) -> tuple[Any, Any]:
+        """`(params[, model_state], batch) -> (logits, new cache)` of parts of prompts.
 
-        Rows that do not join keep their cache; their logits mean nothing.
+        The cache of rows that no part is of stays as it is. Logits (P, V) mean
+        something after the last part of a prompt.
 
         Args:
+            arguments: the batch is as `_prompts` says.
             axes: see `cache_axes`.
-            length: slots of the cache.
         """
         *trees, batch = arguments
-        tokens_BS, starts_B, joins_B = (batch[n] for n in ("tokens", "starts", "joins"))
-        old = batch["cache"]
-        fresh = self.decoder.init_cache(starts_B, length)
+        tokens_PS, starts_P, rows_P = (batch[n] for n in ("tokens", "starts", "rows"))
+        old, is_first_P = batch["cache"], batch["is_first"]
+        is_every = read.rows == shape.rows  # Then part p is of row p, if of any.
+
+        def before(old: Any, fresh: Any, axis: int) -> Any:
+            """A leaf of the rows that parts are of."""
+            if read.length == shape.prompt or axis == NO_AXIS:
+                return fresh
+            own = old if is_every else jnp.take(old, rows_P, axis, mode="clip")
+            return jnp.where(along(is_first_P, axis, own.ndim), fresh, own)
 
         def joined(old: Any, axis: int) -> Callable[[Any], Any]:
             def change(new: Any) -> Any:
                 if axis == NO_AXIS:
                     return new
-                return jnp.where(along(joins_B, axis, old.ndim), new, old)
+                if is_every:
+                    is_read = along(rows_P < shape.rows, axis, old.ndim)
+                    return jnp.where(is_read, new, old)
+                place = (*(slice(None),) * axis, rows_P)
+                return old.at[place].set(new, mode="drop")
 
             return change
 
+        fresh = self.decoder.init_cache(starts_P, shape.length)
+        model = jax.tree.map(before, old[MODEL], fresh, axes[MODEL])
         # A leaf of the cache is written by the segment that computes it.
         changes = jax.tree.map(joined, old, axes)
-        read = partial(checked_apply, self.decoder)
-        given = *trees, tokens_BS, fresh
-        logits_BV, model = each_changed(
-            read, given, (lambda logits: logits, changes[MODEL])
+        logits_PV, model = each_changed(
+            partial(checked_apply, self.decoder),
+            (*trees, tokens_PS, model),
+            (lambda logits: logits, changes[MODEL]),
         )
         new = {MODEL: model}
         if SEEN in old:
-            new[SEEN] = changes[SEEN](self.seen(tokens_BS, starts_B))
-        return logits_BV, new
+            seen_PV = self.seen(tokens_PS, starts_P)
+            none_PV = jnp.zeros_like(seen_PV)
+            seen_PV |= before(old[SEEN], none_PV, axes[SEEN])
+            new[SEEN] = changes[SEEN](seen_PV)
+        return logits_PV, new
 
     def seen(self, tokens_BS: jax.Array, starts_B: jax.Array) -> jax.Array:
         """Whether each word is among the tokens of each prompt, bool (B, V)."""
@@ -394,12 +511,14 @@ class GenerationPlanner:
     def _step(self, *arguments: Any) -> tuple[Any, Any]:
         """`step` without guesses."""
         *trees, batch = arguments
-        cache, tokens = batch["cache"], batch["tokens"]
+        cache, tokens, goes_on = batch["cache"], batch["tokens"], batch["goes_on"]
         logits, model = checked_apply(self.decoder, *trees, tokens, cache[MODEL])
+        if self.decoder.take_back is not None:
+            model = self.decoder.take_back(model, 1 - goes_on.astype(jnp.int32))
         new = {MODEL: model}
         if SEEN in cache:
             rows = jnp.arange(len(tokens))
-            new[SEEN] = cache[SEEN].at[rows, tokens[:, 0]].set(True)
+            new[SEEN] = cache[SEEN].at[rows, tokens[:, 0]].max(goes_on)
         found, _ = self.draw(
             logits,
             batch["numbers"],
@@ -437,12 +556,14 @@ class GenerationPlanner:
         found = jax.vmap(draw, axes, 1)(logits_BSV, numbers_BS, seen)
         is_right = found["token"][:, :-1] == tokens_BS[:, 1:]
         count = 1 + jnp.cumprod(is_right.astype(jnp.int32), axis=1).sum(axis=1)
+        count = jnp.where(batch["goes_on"], count, 0)
         found[COUNT] = count
         assert self.decoder.take_back is not None
         new = {MODEL: self.decoder.take_back(model, num_places - count)}
         if seen is not None:
-            last = (count - 1)[:, None, None]
-            new[SEEN] = jnp.take_along_axis(seen, last, axis=1)[:, 0]
+            last = jnp.maximum(count - 1, 0)[:, None, None]
+            read = jnp.take_along_axis(seen, last, axis=1)[:, 0]
+            new[SEEN] = jnp.where(batch["goes_on"][:, None], read, cache[SEEN])
         return found, new
 
     def draw(
@@ -476,23 +597,28 @@ class GenerationPlanner:
         scores = () if self.scores is None else self.scores.names
         return tuple(sorted((*NEEDED, COUNT, *scores)))
 
-    def _prompts(self, shape: Shape) -> Any:
-        """Shapes and dtypes of a microbatch of prompts.
+    def _prompts(self, shape: Shape, read: Parts) -> Any:
+        """Shapes and dtypes of parts of prompts of a microbatch.
 
-        Prompts are padded on the left to slot `starts`; `joins` says whose rows are
-        read.
+        Each is of the prompt in one of `rows`, or of none, which is `shape.rows`. The
+        tokens of a part begin at `starts`, as those of the padded prompt do, if it
+        `is_first`; all other parts are full.
         """
+        numbers = jax.ShapeDtypeStruct((read.rows,), np.int32)
         return {
-            "tokens": jax.ShapeDtypeStruct((shape.rows, shape.prompt), np.int32),
-            "starts": shape.starts,
-            "joins": jax.ShapeDtypeStruct((shape.rows,), np.bool_),
+            "tokens": jax.ShapeDtypeStruct((read.rows, read.length), np.int32),
+            "starts": numbers,
+            "rows": numbers,
+            "is_first": jax.ShapeDtypeStruct((read.rows,), np.bool_),
             "cache": self.cache(shape),
         }
 
     def tokens(self, shape: Shape) -> Any:
         """Shapes and dtypes of a microbatch of tokens after prompts.
 
-        `num_tokens` are the new tokens that each sequence has, and `words` its key.
+        `num_tokens` are the new tokens that each sequence has, and `words` its key. The
+        cache of those that do not go on counts no token of this pass, so their prompts
+        may be read meanwhile.
         """
         rows, words = shape.rows, in_words(self.key).shape[-1]
         return {
@@ -500,6 +626,7 @@ class GenerationPlanner:
             "cache": self.cache(shape),
             "numbers": jax.eval_shape(self.sampling.constants),
             "num_tokens": jax.ShapeDtypeStruct((rows,), np.int32),
+            "goes_on": jax.ShapeDtypeStruct((rows,), np.bool_),
             "words": jax.ShapeDtypeStruct((rows, words), np.uint32),
         }
 

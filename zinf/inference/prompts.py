@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zinf.inference.plan import Shape
-
-LEAST = 16  # Slots of the shortest bucket.
+from zinf.inference.rows import LEAST_TOKENS, Shape
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def check_length(
 
 def bucket(length: int) -> int:
     """The slots for a prompt of this length: a power of two."""
-    return max(LEAST, 1 << (length - 1).bit_length())
+    return max(LEAST_TOKENS, 1 << (length - 1).bit_length())
 
 
 def by_part(
@@ -136,5 +134,5 @@ def shape_of(rows: int, length: int, max_new_tokens: int) -> Shape:
     """The shape of a microbatch in which a prompt of so many tokens runs."""
     prompt = bucket(length)
     # The last new token is never read, so it has no slot.
-    slots = -(-(prompt + max_new_tokens - 1) // LEAST) * LEAST
+    slots = -(-(prompt + max_new_tokens - 1) // LEAST_TOKENS) * LEAST_TOKENS
     return Shape(rows, prompt, slots)

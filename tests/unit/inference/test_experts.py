@@ -110,6 +110,11 @@ def test_a_token_reads_few_experts_and_the_text_is_that_of_all(
     all_tokens, all_scores, all_moved = texts(whole)
     assert tokens == all_tokens == texts(fused)[0]
     assert scores == all_scores == texts(streaming)[1]
+    # Texts join and leave in passes of some microbatches.
+    prompts, rest = [*PROMPTS, np.arange(7, 9)], {"max_new_tokens": 9, "rows": 1}
+    ends = {"on_token": lambda number, token: number == 0, "batch_size": 2}
+    joined, alone = (x.generate(prompts, **rest, **ends) for x in (few, whole))
+    assert joined == alone
     # 8 of 128 are 0.0625; the rest is attention, embeddings and caches.
     decodes = [*range(1, 9), *range(10, 18)]
     assert bytes_of(moved, Link.H2D, decodes) <= 0.1 * bytes_of(

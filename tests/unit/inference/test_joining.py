@@ -19,7 +19,7 @@ from tests.unit.inference.generating import (
     used_bytes,
 )
 from zinf.core.program import Tier
-from zinf.inference import Decoder, plan, prompt_lookup
+from zinf.inference import Decoder, generate, plan, prompt_lookup
 
 COUNT = 12
 PROMPTS = [RNG.integers(0, 97, 1 + 5 * i % 16) for i in range(COUNT)]
@@ -103,6 +103,22 @@ def test_a_batch_stays_full(streaming):
     assert len(found) <= 1.5 * max(sum(LENGTHS) / 4, max(LENGTHS))
 
 
+def test_microbatches_without_texts_leave_the_pass(streaming):
+    """Of six with two rows each; the last texts move to rows of the first ones."""
+    before = used_bytes(streaming)
+    with counting_sweeps() as found:
+        texts = written(streaming, rows=2, temperature=0.8)
+    assert used_bytes(streaming) == before
+    assert texts == written(streaming, rows=2, batch_size=2, temperature=0.8)
+    decoded = [len(sweep) for sweep in found if not is_prompt(sweep)]
+    assert len(decoded) == max(LENGTHS) - 1
+    assert decoded == sorted(decoded, reverse=True)
+    # Moving waits for `MOVING_PASSES` passes of a microbatch each time.
+    needed = [-(-sum(n > place for n in LENGTHS) // 2) for place in range(1, 24)]
+    assert sum(decoded) <= sum(needed) + 5 * generate.MOVING_PASSES
+    assert decoded[-1] == 1
+
+
 def test_a_fused_batch_stays_full(fused):
     """Until nothing waits, each pass has a text in each row; then the last ones end."""
     with counting_passes() as found:
@@ -112,6 +128,65 @@ def test_a_fused_batch_stays_full(fused):
     # The first token of a text takes no pass.
     assert sum(found) == sum(LENGTHS) - COUNT
     assert len(found) - first < max(LENGTHS)
+
+
+LONG = [RNG.integers(0, 97, length) for length in (40, 33, 50, 17, 48, 20, 49, 56)]
+ENDS = [2, 8, 5, 8, 3, 8, 4, 6]
+
+
+def long_texts(engine, numbers, **rest):
+    """The texts of some of the long prompts, ended where they end."""
+    told = dict.fromkeys(numbers, 0)
+
+    def is_over(place, token):
+        told[numbers[place]] += 1
+        return told[numbers[place]] == ENDS[numbers[place]]
+
+    prompts, keys = [LONG[n] for n in numbers], KEYS[np.array(numbers)]
+    how = {"max_new_tokens": 8, "on_token": is_over, "rows": 2, **DRAWN, **rest}
+    return engine.generate(prompts, key=keys, **how)
+
+
+@pytest.mark.parametrize("drafts", [None, prompt_lookup(3)])
+def test_prompts_are_read_in_parts_while_others_go_on(
+    drafts, streaming, fused, monkeypatch
+):
+    """A pass computes one part of 16 tokens of each microbatch; fused, all at once."""
+    monkeypatch.setattr(plan, "BLOCK_TOKENS", 16)
+    numbers = range(len(LONG))
+    wanted = long_texts(fused, numbers)
+    for batch_size in (2, 4):
+        with counting_sweeps() as sweeps:
+            rest = {"batch_size": batch_size, "drafts": drafts}
+            assert long_texts(streaming, numbers, **rest) == wanted
+        widths = [[tokens for _, tokens in sweep] for sweep in sweeps]
+        assert max(map(max, widths)) == 16
+        # Buckets of 32 and 64 tokens. Parts of padding alone are not read.
+        num_parts = sum(-(-len(prompt) // 16) for prompt in LONG)
+        assert sum(sweep.count((1, 16)) for sweep in sweeps) >= num_parts
+        if batch_size == 2:
+            assert sum(sweep.count((1, 16)) for sweep in sweeps) == num_parts
+        assert any(min(own) < 16 == max(own) for own in widths)
+    for number in (2, 7):
+        alone = long_texts(streaming, [number], drafts=drafts)
+        assert alone == [wanted[number]]
+
+
+def test_parts_are_smaller_where_the_device_has_less_room(streaming):
+    """Rather than segments, and rather than that caches leave the device."""
+    numbers, device = [3, 5], Tier.DEVICE
+    wanted = long_texts(streaming, numbers, rows=8)
+    whole = programs(streaming)
+    peaks = [x.plan.peak_bytes[device] for x in (whole.prefill, whole.decode)]
+    budget = sum(peaks) // 2
+    with make_engine({"execution": "streamed", "memory": {"device": budget}}) as tight:
+        tight.stores.reset_peaks()
+        assert long_texts(tight, numbers, rows=8) == wanted
+        made = programs(tight)
+        assert made.parts.num_tokens < whole.parts.num_tokens
+        assert len(made.prefill.segments) == len(whole.prefill.segments)
+        assert set(made.prefill.cache_homes.values()) == {device}
+        assert tight.stores.peak_bytes(device) <= budget
 
 
 @pytest.mark.parametrize(("count", "rows", "blocks"), [(8, 4, 1), (8, 2, 2)])
@@ -162,9 +237,13 @@ def test_sequences_join_wherever_the_cache_rests(tier, shape, tmp_path, monkeypa
         assert written(engine, **rest, **DRAWN) == wanted
         made = programs(engine)
         assert set(made.decode.cache_homes.values()) == {tier}
-        plans = [made.decode.plan, *(x.plan for x in made.prefixes.values())]
+        plans = [made.decode.plan, *(x.plan for x in made.passes.values() if x)]
         most = max(plan.peak_bytes[Tier.DEVICE] for plan in plans)
         assert engine.stores.peak_bytes(Tier.DEVICE) <= most
+        monkeypatch.setattr(plan, "BLOCK_TOKENS", 16)
+        long = long_texts(engine, range(len(LONG)), batch_size=4)
+        assert long == [long_texts(engine, [n])[0] for n in range(len(LONG))]
+        assert programs(engine).parts.length < 64
         equal = {"max_new_tokens": 4, "rows": 2, "key": KEYS[:6], **DRAWN}
         together = engine.generate([PROMPTS[3]] * 6, **equal)
         for i in range(6):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from zinf.inference import saturating
-from zinf.inference.plan import Shape
 from zinf.inference.prompts import Part, Request, by_part, shape_of
+from zinf.inference.rows import Shape
 
 
 @pytest.mark.parametrize(

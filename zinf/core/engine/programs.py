@@ -171,9 +171,10 @@ class Programs:
         at_rest, count = self.runners.at_rest(), {"num_microbatches": num_microbatches}
         forward = None
         if before is not None and before.forward.is_worthwhile(num_microbatches):
-            again = self.planner, before.forward, function.name, at_rest
+            rest = before.forward.compiled, function.name, at_rest
             with suppress(InfeasibleError):
-                forward = plan_again(*again, **count)
+                segmented = before.forward.segmented
+                forward = plan_again(self.planner, segmented, *rest, **count)
         if forward is None:
             rest = self.planner, function, spec, at_rest
             forward = plan_forward(*rest, **count, instead=instead)

@@ -138,7 +138,7 @@ def final_copies(program: Program, options: StepOptions) -> list[Copy]:
     return [
         (value(name, m), Tier.HOST)
         for m in range(options.num_microbatches)
-        for name in dict.fromkeys(program.outputs)
+        for name in dict.fromkeys(program.outputs_of(m))
     ]
 
 

@@ -83,8 +83,7 @@ def schedule_forward(catalog: Catalog, options: StepOptions) -> list[Job]:
     """The jobs of a forward pass alone; all outputs of the program end on the host."""
     made = _Schedule(catalog, (), options)
     made.forward_passes()
-    for m in made.microbatches:
-        made.forward(made.last, m)
+    made.forward_all(made.last)
     return made.jobs
 
 
@@ -113,8 +112,7 @@ class _Schedule:
         for k in self.body:
             if with_pending:
                 self.updates.add_pending(k)
-            for m in self.microbatches:
-                self.forward(k, m)
+            self.forward_all(k)
         if with_pending:
             self.updates.add_pending(self.last)
 
@@ -152,6 +150,11 @@ class _Schedule:
 
         values = map(named, segment.inputs)
         return tuple((a, Tier.DEVICE) for a in (*params, *values))
+
+    def forward_all(self, k: int) -> None:
+        """Runs a segment for each microbatch that passes through it."""
+        for m in filter(self.program.segments[k].runs, self.microbatches):
+            self.forward(k, m)
 
     def forward(self, k: int, m: int) -> None:
         segment = self.program.segments[k]

@@ -96,6 +96,7 @@ class SegmentSpec:
             partial sum a device.
         caches: names of the caches that it reads and overwrites. They follow `inputs`
             among its arguments, and `outputs` among its results.
+        microbatches: those that pass through it; None: all.
     """
 
     name: str
@@ -112,6 +113,11 @@ class SegmentSpec:
     row_sums: tuple[RowSum, ...] = ()
     in_parts: tuple[ArrayId, ...] = ()
     caches: tuple[str, ...] = ()
+    microbatches: tuple[int, ...] | None = None
+
+    def runs(self, microbatch: int) -> bool:
+        """Whether a microbatch passes through it."""
+        return self.microbatches is None or microbatch in self.microbatches
 
     @property
     def read_backward(self) -> tuple[ArrayId, ...]:
@@ -169,6 +175,16 @@ class Program:
     def loss(self) -> str:
         """The name of the first output."""
         return self.outputs[0]
+
+    def outputs_of(self, microbatch: int) -> tuple[str, ...]:
+        """The outputs that are made for a microbatch, in flattened order."""
+        absent = {
+            name
+            for segment in self.segments
+            if not segment.runs(microbatch)
+            for name in segment.outputs
+        }
+        return tuple(name for name in self.outputs if name not in absent)
 
     @property
     def batch_leaves(self) -> tuple[str, ...]:

@@ -93,6 +93,11 @@ class Forward:
         return plan.capacity_bytes[Tier.DEVICE] - plan.peak_bytes[Tier.DEVICE]
 
     @property
+    def compiled(self) -> Compiled:
+        """Its executables, for `plan_again` with another number of microbatches."""
+        return Compiled(self.segments, self.layouts)
+
+    @property
     def cache_homes(self) -> dict[ArrayId, Tier]:
         """Where the caches of all microbatches rest."""
         homes = self.plan.homes.items()
@@ -146,7 +151,8 @@ def plan_forward(
 
 def plan_again(
     setup: Setup,
-    forward: Forward,
+    segmented: Segmented,
+    compiled: Compiled,
     name: str,
     at_rest: AtRest,
     *,
@@ -154,7 +160,7 @@ def plan_again(
     cache_tiers: Sequence[Tier] = (Tier.DEVICE,),
     num_cached: int | None = None,
 ) -> Forward:
-    """A program for another number of microbatches, with the same executables.
+    """A program of segments that are compiled already.
 
     Args:
         name: what errors call the function.
@@ -171,9 +177,8 @@ def plan_again(
     experts = OnDemand(setup, (), homes, num_microbatches, NO_SLOTS)
     rest = at_rest.layouts, num_microbatches, caches, NOTHING, experts
     made = _Planned(setup, function, None, homes, *rest)
-    compiled = Compiled(forward.segments, forward.layouts)
     with setup.planning():
-        found = made.planned(forward.segmented, compiled)
+        found = made.planned(segmented, compiled)
     setup.agree_on(found.plan, f"plan of {name}")
     return found
 
@@ -341,9 +346,11 @@ class _Planned:
 
     def check_outputs(self, catalog: Catalog, capacity: Mapping[Tier, int]) -> None:
         """Raises if the host has no room for the outputs beside the arrays at rest."""
-        names = dict.fromkeys(catalog.program.outputs)
-        once = sum(catalog.nbytes(value(name, 0), Tier.HOST) for name in names)
-        output_bytes = self.num_microbatches * once
+        output_bytes = sum(
+            catalog.nbytes(value(name, m), Tier.HOST)
+            for m in range(self.num_microbatches)
+            for name in dict.fromkeys(catalog.program.outputs_of(m))
+        )
         resting = [a for a, tier in catalog.homes.items() if tier == Tier.HOST]
         needed = output_bytes + sum(catalog.nbytes(a, Tier.HOST) for a in resting)
         if needed <= capacity[Tier.HOST]:

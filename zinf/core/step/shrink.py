@@ -40,10 +40,12 @@ class Limits:
         param_bytes: bytes of parameters.
         workspace_bytes: bytes of intermediate values; only a segment with independent
             rows can keep this limit.
+        least_param_bytes: segments with parameters of so many bytes are not cut.
     """
 
     param_bytes: int | None
     workspace_bytes: int | None = None
+    least_param_bytes: int = 1
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def tighter(
 
 
 def _with_fewer_params(limits: Limits, params: int, short: Shortage) -> Limits | None:
-    if params <= 1:
+    if params <= limits.least_param_bytes:
         return None
     return replace(limits, param_bytes=params // _divisor(short))
 

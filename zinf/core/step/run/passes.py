@@ -156,10 +156,9 @@ class Passes:
 
     def _take(self) -> list[list[np.ndarray]]:
         """Move the outputs out of the host store, one after another."""
-        names = self.program.outputs
         columns = []
         for m in range(self.num_microbatches):
-            found = {}
+            found, names = {}, self.program.outputs_of(m)
             for name in dict.fromkeys(names):
                 array = value(name, m)
                 found[name] = np.array(self.stores.host.read(array).result())
@@ -167,12 +166,12 @@ class Passes:
             columns.append([found[name] for name in names])
         return columns
 
-    def wholes(self, outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The whole outputs of a microbatch, of which `outputs` are shares.
+    def wholes(self, m: int, outputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The whole outputs of microbatch `m`, of which `outputs` are shares.
 
         If there are several processes, all must call it.
         """
-        layouts = [self.layouts.values[name] for name in self.program.outputs]
+        layouts = [self.layouts.values[name] for name in self.program.outputs_of(m)]
         return all_gathered(outputs, layouts)
 
     def stacked(self, outputs: Sequence[Sequence[np.ndarray]]) -> Any:
