@@ -25,6 +25,7 @@ from zinf.inference import (
     GenerationPlanner,
     Pace,
     Sampling,
+    Steps,
     Unfit,
     bucket,
     check_length,
@@ -144,13 +145,11 @@ def _print_forecasts(
     except InfeasibleError as error:
         tell(f"does not fit: {error}\n")
         return DOES_NOT_FIT
+    sampling, key = Sampling(temperature=0.0), jax.random.key(0)
     generation = GenerationPlanner(
         planner,
         AtRest(placed.plan.homes, placed.layouts),
-        decoder,
-        Sampling(temperature=0.0),
-        planner.problem.bound,
-        jax.random.key(0),
+        Steps(planner.problem, decoder, sampling, planner.problem.bound, key),
         running.execution,
     )
     resting = weight_bytes(placed.plan, generation)

@@ -35,7 +35,7 @@ from zinf.hf.judge import ROWS_AT_ONCE, Judge
 from zinf.hf.objectives.from_rewards import Scores
 from zinf.hf.objectives.objective import Drawing
 from zinf.hf.task import Task
-from zinf.inference import ROWS, GenerationPlanner, Pace, Sampling
+from zinf.inference import ROWS, GenerationPlanner, Pace, Sampling, Steps
 from zinf.inference.choose import fused_or_not
 from zinf.inference.forecast import Forecast
 from zinf.inference.prompts import shape_of
@@ -249,13 +249,17 @@ class _Planning:
     def generation(self, trained: _Trained, prompt_length: int) -> Forecast:
         """Generation of as many completions together as fit."""
         settings = self.task.config.completions
-        generating = GenerationPlanner(
-            trained.planner,
-            trained.at_rest,
+        steps = Steps(
+            trained.planner.problem,
             decoder_for(self.task.model, trained.adapted, trained.planner),
             Sampling(temperature=settings.temperature),
             trained.planner.problem.bound,
             jax.random.key(0),
+        )
+        generating = GenerationPlanner(
+            trained.planner,
+            trained.at_rest,
+            steps,
             self.task.config.execution,
         )
         shape = shape_of(ROWS, prompt_length, settings.max_new_tokens)

@@ -21,3 +21,4 @@ from zinf.inference.sampling import token_ids as token_ids
 from zinf.inference.scores import Scored as Scored
 from zinf.inference.scores import Scores as Scores
 from zinf.inference.scores import Written as Written
+from zinf.inference.steps import Steps as Steps

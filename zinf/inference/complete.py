@@ -76,8 +76,8 @@ def complete(
         NonFiniteError: logits are not finite.
     """
     tokens = as_tokens(prompts)
-    check_lengths(tokens, asked.max_new_tokens, planner.decoder.max_length)
-    words = _words(keys, planner.key, len(tokens))
+    check_lengths(tokens, asked.max_new_tokens, planner.steps.decoder.max_length)
+    words = _words(keys, planner.steps.key, len(tokens))
     group = planner.planner.group
     how = asked.max_new_tokens, asked.rows, asked.batch_size
     _agree(group, "the prompts of engine.generate", *tokens, *words, how)
@@ -125,15 +125,16 @@ def _written(
     """The new tokens of requests, and the numbers of requests that have not ended."""
     found: dict[int, Written] = {}
     open_numbers: set[int] = set()
-    switches_at = planner.decoder.switches_at
-    num_new, num_guesses = asked.max_new_tokens, planner.num_guesses
+    switches_at = planner.steps.decoder.switches_at
+    num_new, num_guesses = asked.max_new_tokens, planner.steps.num_guesses
     rows = planner.whole_rows(asked.rows)
     groups = by_part(requests, rows, num_new, switches_at, num_guesses)
     for part, group in groups.items():
         make = partial(make_generation, planner, part.shape)
         made: AbstractGeneration = kept(part.shape, make)
-        how = planner.sampling, part, asked.on_token, asked.drafts, asked.batch_size
-        texts = made.write(group, Job(*how, stores, current), kept)
+        how = part, asked.on_token, asked.drafts, asked.batch_size
+        job = Job(planner.steps.sampling, *how, stores, current)
+        texts = made.write(group, job, kept)
         found |= texts.made
         open_numbers |= texts.open
     return found, open_numbers

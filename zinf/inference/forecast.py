@@ -173,7 +173,7 @@ def forecasts(
     Raises:
         ValueError: the sequences are longer than the model allows.
     """
-    longest = planner.decoder.max_length
+    longest = planner.steps.decoder.max_length
     check_length(prompt_length, max_new_tokens, longest, "The prompt")
     made: dict[Shape, Generation | InfeasibleError] = {}
     whole: dict[Shape, Generation] = {}

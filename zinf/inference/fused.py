@@ -36,14 +36,9 @@ from zinf.core.sharding.mesh import replicated
 from zinf.core.step.choice import FUSED, in_short
 from zinf.core.topology import compile_for, memory
 from zinf.inference.decoder import checked_apply
-from zinf.inference.plan import (
-    COUNT,
-    MODEL,
-    NAME,
-    SEEN,
-    GenerationPlanner,
-)
+from zinf.inference.plan import NAME, GenerationPlanner
 from zinf.inference.rows import NO_AXIS, Shape, along, parts
+from zinf.inference.steps import COUNT, MODEL, SEEN, Steps
 
 # Errors of planning and of the compiler, for lack of memory or for another reason.
 CANNOT = (InfeasibleError, jax.errors.JaxRuntimeError)
@@ -54,10 +49,10 @@ Arrays = Mapping[str, Any]
 class FusedPrograms:
     """The executables for one shape. Arguments and results are on the device.
 
-    The arrays of a block are {"cache": see `GenerationPlanner.cache`, "logits" (P, V)}
+    The arrays of a block are {"cache": see `Steps.cache`, "logits" (P, V)}
     after its prompts were read. The state of a microbatch while tokens are drawn is
     {"cache", "token" (B,), "place" (B,), "written"}: the last token of each sequence,
-    how many are new, and what `GenerationPlanner.draw` returns for each, with places as
+    how many are new, and what `Steps.draw` returns for each, with places as
     the second dim: (B, M, ...). If guesses are made on the device, both also have
     "text" (B, L) and "start" (B,): prompts padded on the left to T, and what was
     written after them. For `given` see `Functions`.
@@ -138,9 +133,13 @@ class Functions:
     planner: GenerationPlanner
     shape: Shape
 
+    @property
+    def steps(self) -> Steps:
+        return self.planner.steps
+
     @cached_property
     def weights(self) -> tuple[ArrayId, ...]:
-        reads = self.planner.decoder.reads
+        reads = self.steps.decoder.reads
         return tuple(
             array
             for array in self.planner.at_rest.homes
@@ -182,13 +181,13 @@ class Functions:
         with -1, and `numbers` what `Sampling.constants` has. Token 0 is number `first`
         of its sequence, and each gets `count` of them.
         """
-        planner, rows = self.planner, self.shape.rows
+        steps, rows = self.steps, self.shape.rows
         number = jax.ShapeDtypeStruct((), np.int32)
-        words = in_words(planner.key).shape[-1]
+        words = in_words(steps.key).shape[-1]
         return {
             "words": jax.ShapeDtypeStruct((rows, words), np.uint32),
-            "numbers": jax.eval_shape(planner.sampling.constants),
-            "ends": jax.ShapeDtypeStruct(planner.sampling.ends().shape, np.int32),
+            "numbers": jax.eval_shape(steps.sampling.constants),
+            "ends": jax.ShapeDtypeStruct(steps.sampling.ends().shape, np.int32),
             "first": number,
             "count": number,
         }
@@ -196,8 +195,8 @@ class Functions:
     @property
     def _guesses(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the guesses that the host makes."""
-        planner = self.planner
-        count = 0 if planner.guess_on_device is not None else planner.num_guesses
+        steps = self.steps
+        count = 0 if steps.guess_on_device is not None else steps.num_guesses
         return jax.ShapeDtypeStruct((self.shape.rows, count), np.int32)
 
     # What the programs compute.
@@ -206,16 +205,16 @@ class Functions:
         def read(*arguments: Any) -> tuple[Any, Any]:
             *trees, batch = arguments
             rest = batch["tokens"], batch["cache"]
-            return checked_apply(self.planner.decoder, *trees, *rest)
+            return checked_apply(self.steps.decoder, *trees, *rest)
 
-        cache = self.planner.decoder.init_cache(starts_P, self.shape.length)
+        cache = self.steps.decoder.init_cache(starts_P, self.shape.length)
         batch = {"tokens": tokens_PT, "cache": cache}
-        logits_PV, model = self.planner.bound(read)(self._whole(weights), batch)
+        logits_PV, model = self.steps.bound(read)(self._whole(weights), batch)
         arrays = {"cache": {MODEL: model}, "logits": logits_PV}
-        if self.planner.sampling.penalizes:
-            arrays["cache"][SEEN] = self.planner.seen(tokens_PT, starts_P)
-        if self.planner.guess_on_device is not None:
-            room = (0, 0), (0, self.num_places + self.planner.num_guesses)
+        if self.steps.sampling.penalizes:
+            arrays["cache"][SEEN] = self.steps.seen(tokens_PT, starts_P)
+        if self.steps.guess_on_device is not None:
+            room = (0, 0), (0, self.num_places + self.steps.num_guesses)
             arrays |= {"text": jnp.pad(tokens_PT, room), "start": starts_P}
         return arrays
 
@@ -237,10 +236,10 @@ class Functions:
         return self._advanced(new, results, joins_B, given)[0]
 
     def _first(self, logits_BV: Any, cache: Arrays, given: Arrays) -> Arrays:
-        """The first new token of each sequence, as `GenerationPlanner.step` has it."""
+        """The first new token of each sequence, as `Steps.step` has it."""
         number_B = jnp.broadcast_to(given["first"], logits_BV.shape[:1])
         rest = number_B, given["words"], cache.get(SEEN)
-        results, _ = self.planner.draw(logits_BV, given["numbers"], *rest)
+        results, _ = self.steps.draw(logits_BV, given["numbers"], *rest)
         results = {name: x[:, None] for name, x in results.items()}
         return results | {COUNT: jnp.ones_like(number_B)}
 
@@ -270,7 +269,7 @@ class Functions:
                 "words": given["words"],
                 "goes_on": is_open_B,
             }
-            results, cache = self.planner.bound(self.planner.step)(flat, batch)
+            results, cache = self.steps.bound(self.steps.step)(flat, batch)
             new = {**state, "cache": cache}
             return *self._advanced(new, results, is_open_B, given), passes + 1
 
@@ -280,7 +279,7 @@ class Functions:
 
     def _known(self, state: Arrays, guesses_BK: Any) -> Any:
         """The last token of each sequence and the guesses after it, (B, S)."""
-        if (guess := self.planner.guess_on_device) is not None:
+        if (guess := self.steps.guess_on_device) is not None:
             ends_B = self.shape.prompt + state["place"]
             guesses_BK = guess(state["text"], state["start"], ends_B)
         return jnp.concatenate([state["token"][:, None], guesses_BK], axis=1)
@@ -291,7 +290,7 @@ class Functions:
         """The state with more tokens of the open sequences, and those that go on.
 
         Args:
-            results: see `GenerationPlanner.step`.
+            results: see `Steps.step`.
         """
         results = dict(results)
         count_B, token_BS = results.pop(COUNT), results["token"]
@@ -353,8 +352,8 @@ class Functions:
 
         `NO_AXIS` for those that are the same for all sequences.
         """
-        axes = {"cache": self.planner.cache_axes(self.shape)}
-        if self.planner.guess_on_device is not None:
+        axes = {"cache": self.steps.cache_axes(self.shape)}
+        if self.steps.guess_on_device is not None:
             axes |= {"text": 0, "start": 0}
         return axes
 
@@ -383,7 +382,7 @@ class Functions:
             **programs,
             can_join=NO_AXIS not in jax.tree.leaves(self.axes),
             vocab_size=block["logits"].shape[1],
-            guesses_on_device=self.planner.guess_on_device is not None,
+            guesses_on_device=self.steps.guess_on_device is not None,
             plan=self._plan(workspace, flops),
             workspace_bytes=workspace,
         )
@@ -391,7 +390,7 @@ class Functions:
     def _state(self, block: Arrays) -> Arrays:
         """Shapes and dtypes of the state of a microbatch, given those of a block."""
         rows = self.shape.rows
-        cache = self.planner.cache(self.shape)
+        cache = self.steps.cache(self.shape)
         logits = jax.ShapeDtypeStruct((rows, *block["logits"].shape[1:]), np.float32)
         results = dict(jax.eval_shape(self._first, logits, cache, self.given))
         del results[COUNT]

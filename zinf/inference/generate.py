@@ -33,9 +33,10 @@ from zinf.inference.generation import (
     seen,
     starts,
 )
-from zinf.inference.plan import COUNT, PROMPTS, Generation, GenerationPlanner
+from zinf.inference.plan import PROMPTS, Generation, GenerationPlanner
 from zinf.inference.prompts import Request
 from zinf.inference.rows import Shape
+from zinf.inference.steps import COUNT
 from zinf.inference.texts import Texts
 
 # Moving the rows of a microbatch takes about as long as so many of its passes. Measured

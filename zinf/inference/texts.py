@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from zinf.core.optim.decision import NonFiniteError
-from zinf.inference.plan import NEEDED
 from zinf.inference.prompts import Request
 from zinf.inference.scores import Written
+from zinf.inference.steps import NEEDED
 
 OnToken = Callable[[int, int], object]
 

@@ -14,6 +14,7 @@ from zinf.inference import (
     Forecast,
     GenerationPlanner,
     Sampling,
+    Steps,
     forecasts,
     saturating,
     weight_bytes,
@@ -46,14 +47,14 @@ def engine(tmp_path_factory):
 def planner(engine):
     made, of_params = engine.planner, engine._of_params()
     at_rest = AtRest(engine.plan.homes, engine.residents.layouts)
-    return GenerationPlanner(
-        made,
-        at_rest,
+    steps = Steps(
+        made.problem,
         engine._decoder(None),
         Sampling(temperature=0.0),
         lambda f: made.problem.bound(of_params(f)),
         jax.random.key(0),
     )
+    return GenerationPlanner(made, at_rest, steps)
 
 
 def test_the_plans_are_those_that_generation_runs(engine, planner):

@@ -152,7 +152,7 @@ def test_prompts_are_read_in_parts_while_others_go_on(
     drafts, streaming, fused, monkeypatch
 ):
     """A pass computes one part of 16 tokens of each microbatch; fused, all at once."""
-    monkeypatch.setattr(plan, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(plan.GenerationPlanner, "tokens_beside", lambda *_: 16)
     numbers = range(len(LONG))
     wanted = long_texts(fused, numbers)
     for batch_size in (2, 4):
@@ -240,10 +240,10 @@ def test_sequences_join_wherever_the_cache_rests(tier, shape, tmp_path, monkeypa
         plans = [made.decode.plan, *(x.plan for x in made.passes.values() if x)]
         most = max(plan.peak_bytes[Tier.DEVICE] for plan in plans)
         assert engine.stores.peak_bytes(Tier.DEVICE) <= most
-        monkeypatch.setattr(plan, "BLOCK_TOKENS", 16)
+        monkeypatch.setattr(plan.GenerationPlanner, "tokens_beside", lambda *_: 16)
         long = long_texts(engine, range(len(LONG)), batch_size=4)
         assert long == [long_texts(engine, [n])[0] for n in range(len(LONG))]
-        assert programs(engine).parts.length < 64
+        assert programs(engine).parts.length == 16
         equal = {"max_new_tokens": 4, "rows": 2, "key": KEYS[:6], **DRAWN}
         together = engine.generate([PROMPTS[3]] * 6, **equal)
         for i in range(6):

@@ -34,6 +34,7 @@ from zinf.inference import (
     Decoder,
     GenerationPlanner,
     Sampling,
+    Steps,
     Written,
     complete,
 )
@@ -200,20 +201,20 @@ class Programs:
                 "key=jax.random.key(0), or temperature=0."
             )
         problem = self.planner.problem
-        planner = GenerationPlanner(
-            self.planner,
-            self.runners.at_rest(),
+        steps = Steps(
+            problem,
             decoder,
             sampling,
             lambda f: problem.bound(f if of_params is None else of_params(f)),
             jax.random.key(0) if key is None else key.reshape(-1)[0],
-            self.execution,
             asked.scores,
             0 if asked.drafts is None else asked.drafts.num_tokens,
             None if asked.drafts is None else asked.drafts.on_device,
         )
-        kind = str(planner.key.dtype)
-        drafts = planner.num_guesses, planner.guess_on_device
+        at_rest = self.runners.at_rest()
+        planner = GenerationPlanner(self.planner, at_rest, steps, self.execution)
+        kind = str(steps.key.dtype)
+        drafts = steps.num_guesses, steps.guess_on_device
         how = sampling.steps, kind, asked.scores, *drafts
         same = SameFunction(decoder.apply), *how
         self.runners.flush()
