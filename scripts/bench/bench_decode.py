@@ -1,7 +1,7 @@
 """Generates with a model in memory, in zinf (fused and streamed) and transformers.
 
     python scripts/bench/bench_decode.py [--batches 1 16] [--tokens 48] [--rounds 5]
-        [--dtype float32] [--shortest 8] [--rows 4] [--beside TREE]
+        [--dtype float32] [--num-layers 30] [--shortest 8] [--rows 4] [--beside TREE]
 
 All generate greedily with the same Llama of random weights in the shape of
 SmolLM2-135M, in the same dtype, from the same prompts; how many texts are the same is
@@ -52,12 +52,13 @@ SHAPE = {
 }
 
 
-def save_model(folder: Path, dtype: str) -> None:
+def save_model(folder: Path, dtype: str, num_layers: int) -> None:
     """Writes a Llama of random weights."""
     import torch
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPE, dtype=dtype)
+    shape = SHAPE | {"num_hidden_layers": num_layers}
+    config = transformers.LlamaConfig(**shape, dtype=dtype)
     model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(folder)
 
@@ -159,7 +160,7 @@ def main() -> None:
     print(platform.platform(), f"{os.cpu_count()} cores", versions, options.dtype)
     with tempfile.TemporaryDirectory(prefix="zinf-decode-") as place:
         folder = Path(place)
-        save_model(folder / "model", options.dtype)
+        save_model(folder / "model", options.dtype, options.num_layers)
         for batch in options.batches:
             prompts = folder / f"prompts-{batch}.npy"
             rng = np.random.default_rng(0)
@@ -186,6 +187,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=48, help="new ones of a text")
     parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} more")
+    parser.add_argument("--num-layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--rows", type=int, help="zinf's, of a microbatch")
     parser.add_argument("--shortest", type=int, help="least tokens of a text")
     parser.add_argument("--beside", type=Path, help="another tree of zinf")

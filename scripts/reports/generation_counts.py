@@ -10,6 +10,7 @@ prompts that were read, programs that were compiled. No time is measured.
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from flax import nnx
 import zinf
 from zinf.core.plan import Link
 from zinf.core.step.run import passes
-from zinf.inference import Drafts, generate
+from zinf.inference import Drafts, fused_run, generate
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = {
@@ -146,7 +147,69 @@ def rows() -> Iterator[tuple[str, str]]:
                     engine.generate([PROMPT], max_new_tokens=4)
         name = f"programs compiled by the first of 100 calls, and by the others, {mode}"
         yield name, f"{len(first)}, {len(later)}"
+    yield from rows_of_joining()
     yield from rows_of_experts()
+
+
+@contextlib.contextmanager
+def row_tokens() -> Iterator[list[int]]:
+    """The tokens that each pass computes after prompts, of all rows; fused ones too."""
+    found: list[int] = []
+    run, next_tokens = generate._Program.run, fused_run._Run.next_tokens
+
+    def streamed(program: Any, inputs: Sequence[Mapping[str, Any]]) -> Any:
+        rows = [len(x["batch/num_tokens"]) for x in inputs if "batch/num_tokens" in x]
+        if rows:
+            found.append(sum(rows))
+        return run(program, inputs)
+
+    def fused(self: Any, state: Any) -> Any:
+        made = self.programs
+
+        def decode(*arguments: Any) -> Any:
+            state, passes = made.decode(*arguments)
+            found.extend(int(passes) * [self.shape.rows])
+            return state, passes
+
+        self.programs = replace(made, decode=decode)
+        state = next_tokens(self, state)
+        self.programs = made
+        return state
+
+    generate._Program.run, fused_run._Run.next_tokens = streamed, fused
+    try:
+        yield found
+    finally:
+        generate._Program.run, fused_run._Run.next_tokens = run, next_tokens
+
+
+def rows_of_joining() -> Iterator[tuple[str, str]]:
+    """16 texts of 8 to 256 tokens in geometric steps, in random order."""
+    steps = np.round(np.geomspace(8, 256, 16)).astype(int)
+    lengths = np.random.default_rng(0).permutation(steps).tolist()
+    prompts = [RNG.integers(0, 256, 12) for _ in lengths]
+    groups = [max(lengths[i : i + 4]) - 1 for i in range(0, 16, 4)]
+    name = "passes and row-tokens after the prompts of 16 texts of 8 to 256 tokens, "
+    yield name + "needed", f"{max(lengths) - 1}, {sum(lengths) - 16:,}"
+    four = f"{sum(groups)}, {4 * sum(groups):,}"
+    yield name + "four at a time, until the slowest of four ends", four
+    whole = f"{max(lengths) - 1}, {16 * (max(lengths) - 1):,}"
+    yield name + "all at a time, until the slowest ends", whole
+    for mode, config, how in (
+        ("four at a time, fused", {}, {}),
+        ("four at a time, streamed", ON_HOST, {"batch_size": 4}),
+        ("all at a time, in four microbatches", ON_HOST, {}),
+    ):
+        left = list(lengths)
+
+        def is_over(number: int, token: int, left: list[int] = left) -> bool:
+            left[number] -= 1
+            return left[number] == 0
+
+        with engine_of(config, max_length=512) as engine, row_tokens() as found:
+            rest = {"max_new_tokens": 256, "rows": 4, "on_token": is_over}
+            engine.generate(prompts, **rest, **how)
+        yield name + mode, f"{len(found)}, {sum(found):,}"
 
 
 def rows_of_experts() -> Iterator[tuple[str, str]]:

@@ -80,4 +80,5 @@ class ForwardRunner:
         If there are several processes, all must call it.
         """
         passes, structure = self.passes, self.passes.segmented.structure
-        return [jax.tree.unflatten(structure, passes.wholes(x)) for x in shares]
+        wholes = [passes.wholes(m, x) for m, x in enumerate(shares)]
+        return [jax.tree.unflatten(structure, x) for x in wholes]
