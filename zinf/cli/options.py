@@ -84,8 +84,8 @@ FINETUNE = {
     "beta": Option(
         "data.beta",
         float,
-        "Of dpo and ipo: how much the model is kept as it was. Of simpo and orpo: a "
-        "factor of preferences. 0.1 if absent.",
+        "Of dpo, ipo and kto: how much the model is kept as it was. Of simpo and orpo: "
+        "a factor of preferences. 0.1 if absent.",
     ),
     "packing": Option(
         "data.packing", bool, "Put several samples into one row.", default=False

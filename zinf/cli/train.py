@@ -122,6 +122,8 @@ def train_held(
         say(f"{engine.plan.summary()}\n{of_rates}".rstrip() + "\n")
         task.before_training(engine, say)
         data, hooks = task.drawn(data, engine)
+        if evaluation_data is not None:
+            evaluation_data, _ = task.drawn(evaluation_data, engine)
         output = config.run.output
         folder = place_of_checkpoints(config)
         metrics = config.run.metrics or output / METRICS

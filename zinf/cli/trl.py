@@ -50,6 +50,8 @@ KEYS = {
     "seed": "run.seed",
     "val-set-size": "data.validation_fraction",
     "center-rewards-coefficient": "data.center_rewards_coefficient",
+    "desirable-weight": "data.desirable_weight",
+    "undesirable-weight": "data.undesirable_weight",
 }
 # Keys of the config of commands whose data the model draws, by an option that the
 # command has alone.

@@ -65,6 +65,14 @@ OBJECTIVES = {
         # The learning rate of sft; TRL's example trains all weights at 8e-6.
         takes_images=True,
     ),
+    "kto": Traits(
+        "tell desirable answers from others, https://arxiv.org/abs/2402.01306",
+        "a prompt, its completion and a label, true or false",
+        # That behind its prompt, and another one.
+        num_sequences=2,
+        # As in TRL, 1e-6 of all weights.
+        rate=0.1,
+    ),
     "reward": Traits(
         "score chosen answers above rejected ones, https://arxiv.org/abs/2203.02155",
         "chosen and rejected answers",

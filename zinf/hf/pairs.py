@@ -20,7 +20,8 @@ from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
 SIDES = ("chosen", "rejected")
 ANSWER_KEYS = ("input_ids", "labels")
-PREFERENCES = " or ".join(n for n, x in OBJECTIVES.items() if x.num_sequences == 2)
+CHOSEN = "chosen and rejected answers"
+PREFERENCES = " or ".join(n for n, x in OBJECTIVES.items() if x.lines == CHOSEN)
 
 
 @dataclass(frozen=True)

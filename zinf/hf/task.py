@@ -567,9 +567,12 @@ class Task:
     ) -> tuple[grain.IterDataset, Sequence[Hook]]:
         """The batches of `dataset`, and what to call after each step.
 
-        The engine draws them, if the objective has it so.
+        The engine draws them, or is asked of them, if the objective has it so.
         """
-        drawing = self.objective.drawing
+        drawing, asks = self.objective.drawing, self.objective.asks
+        if asks is not None:
+            asked = asks(engine, self.config)
+            return data.map(asked), (Hook(asked.told),)
         if drawing is None:
             return data, ()
         assert isinstance(data, AbstractRollouts), "made by `dataset`"

@@ -21,16 +21,18 @@ LENGTHS = ("--prompt-length", 8, "--max-new-tokens", 8, "--samples", 16)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("objective", "adapter"), [("grpo", 0), ("ppo", 0), ("ppo", 4)]
+    ("objective", "adapter"), [("grpo", 0), ("synced", 0), ("ppo", 0), ("ppo", 4)]
 )
 def test_what_is_planned_is_what_a_run_has(objective, adapter, tmp_path):
     """The same plan of a step, within what the frozen models are to hold."""
-    folder = model_folder(tmp_path)
+    folder, is_synced = model_folder(tmp_path), objective == "synced"
     judge(tmp_path / "judge")
+    objective = "grpo" if is_synced else objective
     penalty = {"grpo": "grpo.beta=0.1", "ppo": "ppo.kl_coef=0.1"}[objective]
     given = [f"data.objective={objective}", penalty, "bf16.enabled=false"]
     given += [f"{objective}.rewards=[{tmp_path / 'judge'}]", "compile_cache=false"]
     given += [f"adapter.r={adapter}"] * (adapter > 0)
+    given += ["grpo.sync_ref_model=true"] * is_synced
     given += ["memory.device=1GiB", "memory.host=1GiB"]
     length = {"grpo": "max_completion_length", "ppo": "response_length"}[objective]
     given += [f"{objective}.{length}=8", "data.sequence_length=16"]
@@ -40,7 +42,8 @@ def test_what_is_planned_is_what_a_run_has(objective, adapter, tmp_path):
     found = hf.foresee(task, mesh, None, Pace(), prompt_length=8)
     engine = task.engine(mesh)
     try:
-        opened = [] if adapter else [engine.reference.frozen]
+        has_copy = not adapter and not is_synced
+        opened = [engine.reference.frozen] if has_copy else []
         opened.append(engine.judges[0].frozen)
         assert [x.title for x in found.frozen] == [x.title for x in opened]
         for planned, real in zip(found.frozen, opened, strict=True):

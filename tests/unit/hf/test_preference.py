@@ -3,6 +3,7 @@
 import os
 from functools import partial
 from math import log
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -120,20 +121,33 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
     line = {"text": "w0 w1 w2", "label": 1}
     if OBJECTIVES[objective].num_sequences == 2:
         line = {"prompt": "w0", "chosen": "w1 w2", "rejected": "w3"}
+    lines = [line] * 3
+    if objective == "kto":
+        lines = [
+            {"prompt": f"w{i}", "completion": "w1 w2", "label": True} for i in range(3)
+        ]
     data: dict[str, Any] = {"objective": objective, "sequence_length": 8}
-    data["paths"] = [str(write(tmp_path / "lines.jsonl", [line] * 3))]
+    data["paths"] = [str(write(tmp_path / "lines.jsonl", lines))]
     if OBJECTIVES[objective].has_classes:
         data["labels"] = ["no", "yes"]
     raw = {"model": {"huggingface": str(folder)}, "data": data}
     raw["run"] = {"output": str(tmp_path / "out")}
     task = hf.Task(Config.load(raw))
     rows = task.rows()
+    asks = task.objective.asks
     if "reference" in task.batch_spec(3):
         samples = task.samples()
         np.save(
             reference_file(samples, task.model, task.config), np.zeros((3, 2), "f4")
         )
-    row = {name: (x.shape, x.dtype) for name, x in rows[0].items()}
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    if asks is not None:
+        zeros = np.zeros((3, 2), np.float32)
+        engine = SimpleNamespace(
+            model=task.model, adapted=None, apply=lambda *_, **__: zeros
+        )
+        batch = asks(engine, task.config)(batch)
+    row = {name: (x.shape[1:], x.dtype) for name, x in batch.items()}
     spec = {name: (x.shape[1:], x.dtype) for name, x in task.batch_spec(3).items()}
     assert row == spec
 

@@ -361,12 +361,18 @@ class Data(Section):
     null: text alone."""
 
     beta: Positive = 0.1
-    """With dpo and ipo: how strongly the model is kept near the one that training
+    """With dpo, ipo and kto: how strongly the model is kept near the one that training
     begins with. With simpo: what the difference of mean log-probabilities is multiplied
     by. With orpo: the weight of preferences beside the entropy of chosen answers."""
 
     simpo_gamma: NonNegative = 0.5
     """With simpo: the margin by which chosen answers are to be likelier, after beta."""
+
+    desirable_weight: NonNegative = 1.0
+    """With kto: weight of the losses of answers whose label is true."""
+
+    undesirable_weight: NonNegative = 1.0
+    """With kto: weight of the losses of the others."""
 
     center_rewards_coefficient: NonNegative = 0.0
     """With reward: weight of the square of the sum of a pair's scores, which keeps them

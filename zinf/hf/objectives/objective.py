@@ -1,5 +1,6 @@
 """What an objective is: functions from lines to batches, and from those to a loss."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -69,6 +70,8 @@ class Objective:
             evaluation join its metrics.
         has_aux: the loss returns `(loss, aux)`.
         drawing: for batches that the model in training draws: how they are made.
+        asks: `(engine, config) -> what` makes batches of a step from those of rows, by
+            what the model in training says of them.
     """
 
     loss: Callable[[Model, Config], Callable]
@@ -89,6 +92,19 @@ class Objective:
     ) = None
     has_aux: bool = False
     drawing: "Drawing | None" = None
+    asks: "Callable[[ModelEngine, Config], AbstractAsked] | None" = None
+
+
+class AbstractAsked(ABC):
+    """Makes batches of a step by asking the model in training before the step."""
+
+    @abstractmethod
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The batch of a step from that of rows."""
+
+    @abstractmethod
+    def told(self, metrics: dict[str, Any]) -> None:
+        """Add what was found of the last batch to the metrics of its step."""
 
 
 @dataclass(frozen=True)
