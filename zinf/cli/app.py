@@ -18,7 +18,7 @@ from zinf.cli.arguments import (
     WholeModel,
 )
 from zinf.cli.checkpoint import checkpoint_app
-from zinf.cli.compress import prune, quantize
+from zinf.cli.compress import merge, prune, quantize
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import embed, evaluate, generate, score
@@ -55,6 +55,7 @@ app.command()(score)
 app.command()(embed)
 app.command()(quantize)
 app.command()(prune)
+app.command()(merge)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 TunedModel = Annotated[Path, typer.Option(help="Folder for the tuned model.")]

@@ -1,4 +1,4 @@
-"""Declares `zinf quantize` and `prune`, which write a smaller model."""
+"""Declares `zinf quantize`, `prune` and `merge`, which write models made of others."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -114,3 +114,39 @@ def prune(
             samples=samples,
             sequence_length=sequence_length,
         )
+
+
+def merge(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Folders or names of models of one architecture. The first one gives "
+            "what is no mean: configuration, tokenizer, buffers.",
+        ),
+    ],
+    output: ModelFolder,
+    shares: Annotated[
+        str | None,
+        typer.Option(
+            help="Of each model in the means, such as 0.7,0.3; if absent, all alike."
+        ),
+    ] = None,
+    only: Annotated[
+        Literal["all", "experts"],
+        typer.Option(help="Which weights are means; others are the first model's."),
+    ] = "all",
+    threshold: Annotated[
+        float,
+        typer.Option(
+            help="A tensor (each expert is one) stays the first model's, unless its "
+            "difference from another's is larger, in root mean square."
+        ),
+    ] = 0.0,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Write a model whose weights are means of those of several, tensor by tensor."""
+    from zinf.cli.merge import write_merged
+
+    with clean_errors(traceback):
+        write_merged(models, output, shares=shares, only=only, threshold=threshold)

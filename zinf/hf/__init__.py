@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zinf.hf.images.completion import image_prompt as image_prompt
     from zinf.hf.images.model import ImageModel as ImageModel
     from zinf.hf.images.model import load_with_images as load_with_images
+    from zinf.hf.merge import merge as merge
     from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
     from zinf.hf.model import in_stored_precision as in_stored_precision

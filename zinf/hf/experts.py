@@ -44,6 +44,15 @@ def is_routed(module: torch.nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed")
 
 
+def routed(module: torch.nn.Module) -> dict[str, int]:
+    """The number of experts of each module that `route` computes, by its name."""
+    return {
+        name: next(each.parameters()).shape[0]
+        for name, each in module.named_modules()
+        if is_routed(each)
+    }
+
+
 def register() -> None:
     """Make the experts known to `transformers`; doing so again changes nothing."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, route)

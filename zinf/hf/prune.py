@@ -28,7 +28,7 @@ from zinf.core.sharding import Box
 from zinf.hf.card import card_of
 from zinf.hf.dropping import layers_of
 from zinf.hf.engine import open_model
-from zinf.hf.experts import is_routed, recorded
+from zinf.hf.experts import recorded, routed
 from zinf.hf.export import METADATA, ExportedWeights, save_small_files
 from zinf.hf.model import Batch, Model, Params
 
@@ -97,11 +97,7 @@ def experts_of(model: Model) -> dict[str, int]:
     Raises:
         ValueError: the model has none that zinf knows.
     """
-    found = {
-        name: next(module.parameters()).shape[0]
-        for name, module in model.module.named_modules()
-        if is_routed(module)
-    }
+    found = routed(model.module)
     if not found:
         raise ValueError(
             f"{model.name} ({type(model.module).__name__}) has no routed experts that "
