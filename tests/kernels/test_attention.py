@@ -14,7 +14,14 @@ from tests import marks
 from tests.unit.refusals import refusals
 from zinf.core.topology import collectives_of, parse_topology
 from zinf_kernels.absent_gpu import GPUS, compile_for
-from zinf_kernels.attention import attention, attention_flops, best, blocks, choosing
+from zinf_kernels.attention import (
+    attention,
+    attention_flops,
+    best,
+    blocks,
+    choosing,
+    multimodal_attention,
+)
 from zinf_kernels.attention.cases import Case, cases, drawn
 from zinf_kernels.attention.place import Place, in_parts
 from zinf_kernels.attention.rows import features
@@ -143,6 +150,91 @@ def test_a_neighbour_in_a_packed_row_changes_nothing():
     for name in arrays:
         np.testing.assert_array_equal(grad[name][:, :333], other_grad[name][:, :333])
         assert not np.asarray(grad[name][:, 333:]).any()
+
+
+def by_the_paper(
+    arrays: dict[str, np.ndarray],
+    q_images: np.ndarray,
+    k_images: np.ndarray,
+    first: int,
+    segments: np.ndarray | None,
+    window: int | None,
+) -> np.ndarray:
+    """Multi-modal causal attention, query by query; query 0 is token `first`."""
+    q, k, v = (np.asarray(arrays[n], np.float64) for n in "qkv")
+    groups = q.shape[2] // k.shape[2]
+    out = np.zeros((*q.shape[:3], v.shape[3]))
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        at, head = first + t, n // groups
+        if q_images[b, t]:
+            out[b, t, n] = v[b, at, head]
+            continue
+        seen = np.arange(k.shape[1]) <= at
+        if window is not None:
+            seen &= np.arange(k.shape[1]) > at - window
+        if segments is not None:
+            seen &= segments[b] == segments[b, at]
+        for kind in (k_images[b], ~k_images[b]):
+            keys = np.flatnonzero(seen & kind)
+            if len(keys):
+                scores = k[b, keys, head] @ q[b, t, n] / np.sqrt(q.shape[3])
+                weights = np.exp(scores - scores.max())
+                out[b, t, n] += weights / weights.sum() @ v[b, keys, head]
+    return out
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "xla"])
+@pytest.mark.parametrize(
+    ("queries", "options"),
+    [(70, {}), (70, {"window": 9}), (70, {"segments": True}), (11, {"later": True})],
+    ids=["square", "a window", "packed", "the last tokens"],
+)
+def test_text_and_images_have_a_softmax_each(queries, options, implementation):
+    sizes = {"keys": 70, "key_heads": 2, "value_width": 24}
+    arrays = Case("", queries=queries, **sizes).make()
+    direction = arrays.pop("direction")
+    random, first = np.random.default_rng(1), 70 - queries
+    # The first row begins with text and the second with an image.
+    images = np.repeat(random.random((2, 14)) < 0.4, 5, axis=1)
+    images[:, 0] = False, True
+    ids = np.repeat([[0, 0, 3, 3, 3, 4, 4]] * 2, 10, axis=1).astype(np.int32)
+    segments = ids if "segments" in options else None
+    given: dict[str, Any] = {"window": options.get("window")}
+    if segments is not None:
+        given |= {"q_segments": segments, "k_segments": segments}
+    if first:
+        given["q_positions"] = first + jnp.arange(queries)[None]
+    shown = {"q_images": images[:, first:], "k_images": images}
+
+    @jax.jit
+    def run(qkv: dict[str, jax.Array]) -> Any:
+        def call(qkv: dict[str, jax.Array]) -> jax.Array:
+            row = {"implementation": implementation}
+            return multimodal_attention(**qkv, **shown, **given, **row)
+
+        out, vjp = jax.vjp(call, qkv)
+        return out, vjp(direction)[0]
+
+    out, found = run(arrays)
+    rest = *shown.values(), first, segments, given["window"]
+    np.testing.assert_allclose(out, by_the_paper(arrays, *rest), rtol=0, atol=2e-6)
+    # The derivative in a random direction, by differences of the formula in float64.
+    for name, x in arrays.items():
+        move = random.standard_normal(x.shape)
+        ends = [
+            by_the_paper(arrays | {name: np.float64(x) + sign * 1e-5 * move}, *rest)
+            for sign in (1, -1)
+        ]
+        slope = ((ends[0] - ends[1]) * np.float64(direction)).sum() / 2e-5
+        assert (np.float64(found[name]) * move).sum() == pytest.approx(slope, rel=1e-4)
+
+
+def test_without_images_text_is_attended_to_as_ever():
+    arrays = Case("").make()
+    arrays.pop("direction")
+    none = np.zeros((1, 100), bool)
+    found = multimodal_attention(**arrays, q_images=none)
+    np.testing.assert_array_equal(found, attention(**arrays, causal=True))
 
 
 def test_dropout_leaves_the_mean_and_depends_on_the_key_alone():
@@ -348,13 +440,14 @@ def test_the_row_depends_on_device_dtype_shape_and_features(golden):
     devices = {"CPU": CPU, "H100": h100, "T4": old, "TPU": Device("tpu", "TPU v5p", 1)}
     sizes = {"batch": 1, "queries": 8192, "keys": 8192, "heads": 32, "key_heads": 8}
     wide = sizes | {"width": 128, "value_width": 128, "dtype": jnp.bfloat16}
-    causal = {"causal": True}
+    causal, apart = {"causal": True}, {"keys_apart": True}
     table = {
         "small": Case("", options=causal),
         "Llama 8B": Case("", **wide, options=causal),
         "in float32": Case("", **wide | {"dtype": jnp.float32}, options=causal),
         "a window": Case("", **wide, options=causal | {"window": 1024}),
         "packed": Case("", **wide, options=causal, extras=("segments",)),
+        "padded": Case("", **wide, options=causal | apart, extras=("segments",)),
         "soft cap": Case("", **wide, options=causal | {"soft_cap": 50.0}),
         "sinks": Case("", **wide, options=causal, extras=("sinks",)),
         "width 256": Case("", **wide | {"width": 256, "value_width": 256}),

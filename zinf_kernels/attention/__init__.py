@@ -2,6 +2,7 @@
 
 from zinf_kernels.attention.api import attention, obstacles
 from zinf_kernels.attention.equation import attention_flops, attention_p
+from zinf_kernels.attention.multimodal import multimodal_attention
 from zinf_kernels.attention.rows import asked_row, best, choosing
 from zinf_kernels.attention.spec import Operands, Spec
 
@@ -14,5 +15,6 @@ __all__ = [
     "attention_p",
     "best",
     "choosing",
+    "multimodal_attention",
     "obstacles",
 ]

@@ -56,7 +56,8 @@ def attention(
         window: a query sees keys at fewer than `window` positions from its own, so that
             a causal query sees `window` keys at most.
         q_segments, k_segments: a query sees keys of its own segment only. `k_segments`
-            are `q_segments` if there are as many keys as queries.
+            are `q_segments` if there are as many keys as queries. Some kernels take no
+            others.
         q_positions, k_positions: for `causal` and `window`; by default tokens count
             from 0.
         mask: True where a query sees a key, besides all of the above.
@@ -77,6 +78,8 @@ def attention(
             implementation does not compute this; the message says which.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if q_segments is not None and k_segments is None and q.shape[1] == k.shape[1]:
+        k_segments = q_segments
     spec = Spec(
         scale=scale,
         implementation=implementation,
@@ -84,9 +87,8 @@ def attention(
         window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
         dropout=float(dropout),
+        keys_apart=k_segments is not q_segments,
     )
-    if q_segments is not None and k_segments is None and q.shape[1] == k.shape[1]:
-        k_segments = q_segments
     key = dropout_key if dropout else None
     rest = q_segments, k_segments, q_positions, k_positions, mask, bias, sinks, key
     given = dict(zip(OPTIONAL, rest, strict=True))

@@ -21,6 +21,8 @@ EXISTING = ("cudnn", "triton", "splash", "blocks", "xla", "reference")
 PALLAS = MappingProxyType({"gpu": "triton", "tpu": "splash"})
 # Scores of at most so many bytes are computed by XLA.
 SMALL_SCORES = 64 << 20
+# A feature: see `Spec.keys_apart`.
+APART = "segments of keys that queries at their places do not have"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 Chooser = Callable[[Spec, Operands], str]
@@ -105,7 +107,7 @@ FUSED = MappingProxyType(
             platform="tpu",
             dtypes=("bfloat16", "float32"),
             features=frozenset(
-                ("a causal window", "a window", "segments", "a soft cap")
+                ("a causal window", "a window", "segments", APART, "a soft cap")
             ),
         ),
     }
@@ -119,6 +121,8 @@ def features(spec: Spec, operands: Operands) -> frozenset[str]:
         found.add("a causal window" if spec.causal else "a window")
     if spec.soft_cap is not None:
         found.add("a soft cap")
+    if spec.keys_apart:
+        found.add(APART)
     return frozenset(found)
 
 

@@ -40,6 +40,8 @@ class Spec:
         window: a query sees keys at positions nearer than this; None: all.
         soft_cap: scores are `soft_cap * tanh(score / soft_cap)`.
         dropout: share of the weights that are set to zero.
+        keys_apart: keys have segments of their own, and not those of the queries at
+            their places.
         place: what it runs on; None: not known.
     """
 
@@ -49,6 +51,7 @@ class Spec:
     window: int | None = None
     soft_cap: float | None = None
     dropout: float = 0.0
+    keys_apart: bool = False
     place: Place | None = None
 
 
@@ -112,20 +115,26 @@ def visible(
     return seen
 
 
-def padded_segments(spec: Spec, operands: Operands, short: int) -> jax.Array | None:
+def padded_segments(
+    spec: Spec, operands: Operands, short: int, of: str = "q"
+) -> jax.Array | None:
     """Segments of tokens and of `short` padded ones, (B, T + short); None: not needed.
 
     For kernels that take as many queries as keys. Padding has a segment of its own; it
     needs none after causal queries, which never see it.
+
+    Args:
+        of: "q" or "k", the tokens whose segments these are.
     """
     batch, num_tokens, *_ = operands["q"].shape
-    ids = operands.get("q_segments")
+    ids = operands.get(f"{of}_segments")
     if ids is None:
         if spec.causal or not short:
             return None
         ids = jnp.zeros((1, num_tokens), jnp.int32)
+    largest = operands.get("q_segments", ids).max()
     ids = jnp.broadcast_to(ids, (batch, num_tokens))
-    padding = jnp.broadcast_to(ids.max() + 1, (batch, short))
+    padding = jnp.broadcast_to(largest + 1, (batch, short))
     return jnp.concatenate([ids, padding], axis=1)
 
 

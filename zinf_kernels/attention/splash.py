@@ -31,8 +31,10 @@ def _attention(spec: Spec, operands: Operands) -> jax.Array:
     q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
     q, k, v = (_whole(x) for x in (q, k, v))
     size = q.shape[1]
-    ids = padded_segments(spec, operands, size - num_tokens)
-    segments = None if ids is None else kernel.SegmentIds(ids, ids)
+    segments, short = None, size - num_tokens
+    q_ids, k_ids = (padded_segments(spec, operands, short, of) for of in "qk")
+    if q_ids is not None and k_ids is not None:
+        segments = kernel.SegmentIds(q_ids, k_ids)
     run = kernel.make_splash_mha(
         masks.MultiHeadMask([_mask(spec, size)] * num_heads),
         block_sizes=_sizes(size),

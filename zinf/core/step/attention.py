@@ -215,6 +215,8 @@ class _Trial:
         """Why a kernel's numbers are not those of `blocks`; None if they are."""
         random = np.random.default_rng(0)
         operands = {n: _random(random, n, s) for n, s in self.shapes.items()}
+        if "q_segments" in operands and not self.spec.keys_apart:
+            operands["k_segments"] = operands["q_segments"]
         direction = _random(random, "v", self.direction())
         expected = jax.jit(self.function("blocks"))(operands, direction)
         try:
