@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from zinf.cli import USER_ERROR
 from zinf.distributed.group import ENDED_BY_ANOTHER
 
 from safetensors.numpy import load_file  # isort: skip
+from tests.unit.hf import images  # isort: skip
 
 pytestmark = pytest.mark.slow
 # Sums over devices are taken in another order than on one, through three steps of Adam.
@@ -40,10 +42,25 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def chats_with_images(folder: Path) -> Path:
+    """Records with one or two images of different sizes."""
+    lines = []
+    for i in range(24):
+        images.picture(i, 12 + 8 * (i % 2), 20).save(folder / f"{i}.png")
+        ask = {"role": "user", "content": f"w{i}"}
+        answer = {"role": "assistant", "content": f"w{i + 1} w{i + 2}"}
+        names = [f"{i}.png", f"{i // 2}.png"][: 1 + i % 2]
+        lines.append({"messages": [ask, answer], "images": names})
+    return write(folder / "chats.jsonl", lines)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "images"])
 def test_two_processes_tune_and_export_as_one(name, tmp_path):
     folder = model_folder(tmp_path)
-    if name == "sft":
+    if name == "images":
+        folder = images.model_folder("qwen2_vl", tmp_path / "seeing")
+        data, more = chats_with_images(tmp_path), ["--sequence-length", 64]
+    elif name == "sft":
         data, more = data_file(tmp_path, count=24), ["--set", "mesh.tensor=2"]
     else:
         data, more = write(tmp_path / "pairs.jsonl", PAIRS), ["--objective", name]

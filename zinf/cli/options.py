@@ -102,6 +102,13 @@ FINETUNE = {
         "Leave the part that reads images as it is, also without adapters.",
         default=False,
     ),
+    "multimodal_attention": Option(
+        "model.multimodal_attention",
+        bool,
+        "Text sees images by a softmax of its own, and they see themselves alone "
+        "(DeepSpeed-VisualChat).",
+        default=False,
+    ),
     "nvme": Option(
         "memory.nvme", Path, "Folder on a drive, for state that memory has no room for."
     ),

@@ -88,6 +88,7 @@ OBJECTIVES = {
         # 1e-6 of all weights, as in TRL.
         rate=0.1,
         is_drawn=True,
+        takes_images=True,
     ),
     "ppo": Traits(
         "write what is rewarded, by a critic, https://arxiv.org/abs/1707.06347",

@@ -12,6 +12,7 @@ compute something else.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from zinf.hf import masks
 from zinf.hf.masks import FORM, form_of
-from zinf_kernels.attention import attention
+from zinf_kernels.attention import attention, multimodal_attention
 
 NAME = "zinf"
 # For classes that torch's own attention does not do for: they compute with the mask,
@@ -37,7 +38,12 @@ HARMLESS = frozenset(
     + ("position_ids", "deterministic", "return_dict", "logits_to_keep")
     + ("num_items_in_batch", "output_router_logits", "output_hidden_states")
 )
-_SEGMENTS: ContextVar[jax.Array | None] = ContextVar("segments", default=None)
+# Samples of a row, (batch, tokens), and whether a mask hides padding besides.
+Segments = tuple[jax.Array, bool]
+_SEGMENTS: ContextVar[Segments | None] = ContextVar("segments", default=None)
+# Which tokens of queries and of keys are of images, for multi-modal causal attention.
+Images = tuple[jax.Array, jax.Array]
+_IMAGES: ContextVar[Images | None] = ContextVar("images", default=None)
 
 
 def register() -> None:
@@ -49,24 +55,44 @@ def register() -> None:
 
 
 @contextmanager
-def within_segments(segment_ids: jax.Array | None) -> Generator[None, None, None]:
+def within_segments(
+    segment_ids: jax.Array | None, *, is_padded: bool
+) -> Generator[None, None, None]:
     """In the `with` block, no token sees a token of another segment.
 
     Args:
         segment_ids: (batch, tokens); None: all tokens of a row are one sample's.
+        is_padded: whether the mask of the batch hides tokens; else it is of ones.
     """
-    token = _SEGMENTS.set(segment_ids)
+    token = _SEGMENTS.set(None if segment_ids is None else (segment_ids, is_padded))
     try:
         yield
     finally:
         _SEGMENTS.reset(token)
 
 
+@contextmanager
+def apart_from_images(images: Images | None) -> Generator[None, None, None]:
+    """In the `with` block, causal attention has a softmax of its own for images.
+
+    See `zinf_kernels.attention.multimodal`.
+
+    Args:
+        images: True for tokens of images, (batch, queries) and (batch, keys); None:
+            images are as text.
+    """
+    token = _IMAGES.set(images)
+    try:
+        yield
+    finally:
+        _IMAGES.reset(token)
+
+
 def boolean_mask(**named: Any) -> torch.Tensor | None:
     """The mask of a layer, True where a query sees a key; None for a causal one."""
     # With a mask of padding, the choice would depend on its values.
     may_skip = named.pop("allow_is_causal_skip", True)
-    segments = _SEGMENTS.get()
+    segments, is_padded = _SEGMENTS.get() or (None, True)
     may_skip = may_skip and named.get("attention_mask") is None and segments is None
     if named.get("use_vmap") and masks.are_of_indices(named["mask_function"]):
         named["use_vmap"] = False
@@ -76,6 +102,8 @@ def boolean_mask(**named: Any) -> torch.Tensor | None:
     if segments is not None:
         is_same = segments[:, None, :, None] == segments[:, None, None, :]
         mask = torch_view(jnp.logical_and(jax_view(mask), is_same))
+    if not is_padded:
+        named["attention_mask"] = None
     setattr(mask, FORM, form_of(**named, segment_ids=segments))
     return mask
 
@@ -159,7 +187,12 @@ def attend(
     if scaling is not None and not isinstance(scaling, int | float):
         q, scaling = q * jax_view(scaling), 1.0
     dtype = jnp.result_type(q, k, v)
-    out_BTND = attention(
+    images, attends = _IMAGES.get(), attention
+    if images is not None and getattr(module, "is_causal", True):
+        _check_apart(module, seen, sinks)
+        del seen["causal"]
+        attends = partial(multimodal_attention, q_images=images[0], k_images=images[1])
+    out_BTND = attends(
         *(x.astype(dtype).swapaxes(1, 2) for x in (q, k, v)),
         sinks=sinks,
         scale=scaling,
@@ -169,6 +202,16 @@ def attend(
         **seen,
     )
     return torch_view(out_BTND.astype(v.dtype)), None
+
+
+def _check_apart(module: torch.nn.Module, seen: Any, sinks: Any) -> None:
+    """Refuse a layer in which images have no softmax of their own."""
+    if not seen.get("causal") or sinks is not None:
+        what = "sinks" if sinks is not None else "a mask that is not causal alone"
+        raise NotImplementedError(
+            f"{type(module).__name__} has {what}, so multi-modal causal attention "
+            "(model.multimodal_attention) is not defined there. Turn it off."
+        )
 
 
 def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 Batch = Mapping[str, jax.Array]
 
 IGNORED = -100  # The label of a token that is not trained on, as in `transformers`.
+# The logit of a token that is not written: finite, as others would be errors.
+NEVER = -1e9
 LABELS = f", and {IGNORED} for tokens that are not trained on"
 
 
@@ -140,3 +142,8 @@ def _labels(batch: Batch) -> jax.Array:
     if "attention_mask" not in batch:
         return tokens
     return jnp.where(batch["attention_mask"] != 0, tokens, IGNORED)
+
+
+def without(tokens: Sequence[int], logits: jax.Array) -> jax.Array:
+    """Logits (..., words) of a model that does not write some tokens."""
+    return logits.at[..., jnp.array(tokens)].set(NEVER) if tokens else logits

@@ -22,6 +22,7 @@ from torchax.interop import jax_view, torch_view
 from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
 
 from zinf.core.program import ArraySpec
+from zinf.hf.batch import without
 from zinf.hf.model import Model, Params
 from zinf.hf.rotary import depends_on_length, switch_of
 from zinf.inference import Decoder
@@ -91,7 +92,8 @@ def decoder_of(
     def apply(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
         rest = {"every": False, "beside": beside}
         logits, new = _apply(model, len(kinds), params, tokens, state, **rest)
-        return logits[:, -1], new
+        last = logits[:, -1]
+        return last if beside is None else without(model.never_written, last), new
 
     def apply_all(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
         return _apply(model, len(kinds), params, tokens, state, every=True)

@@ -91,7 +91,8 @@ def export(
     tensors: AbstractTensors = EngineTensors(engine, kind)
     if engine.adapted is not None:
         tensors = MergedTensors(engine.adapted, tensors)
-    card = card_of(engine.model.parts[part].name, adapter=False, run=run)
+    model = engine.model.parts[part]
+    card = card_of(model.name, adapter=False, run=run, more=model.note)
     written: dict[str, Any] = {"dtype": dtype, "card": card, "part": part}
     written["max_shard_bytes"] = max_shard_bytes
     write_model(tensors, engine.model, directory, **written)

@@ -27,7 +27,7 @@ from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.model import in_stored_precision
 from zinf.hf.prefill import Prefill, Row
 from zinf.hf.reader import Limit
-from zinf.hf.records import with_content
+from zinf.hf.records import has_images, with_content
 from zinf.hf.scoring import as_row
 from zinf.hf.template import apply_template
 
@@ -60,11 +60,17 @@ class Judge(AbstractRewardModel):
         return Path(self.model.name).name
 
     def check(self, prompts: Sequence[Any], where: Sequence[str]) -> None:
-        """Refuse conversations if the model does not say how it lays them out.
+        """Refuse images, and conversations if no template says how they are laid out.
 
         Raises:
             ValueError: see above; it names the first of them.
         """
+        for prompt, place_of_it in zip(prompts, where, strict=True):
+            if has_images({"messages": prompt}):
+                raise ValueError(
+                    f"{place_of_it}: the prompt has images, and the reward model "
+                    f"{self.model.name} reads text alone. Give a function as reward."
+                )
         if self.model.tokenizer.chat_template is not None:
             return
         for prompt, place_of_it in zip(prompts, where, strict=True):

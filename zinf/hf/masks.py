@@ -84,6 +84,7 @@ class Form:
         if (self.causal or window is not None) and self.q_positions is not None:
             given |= {"q_positions": self.q_positions, "k_positions": self.k_positions}
         segments = self.segments
+        is_alike = all(q is k for q, k in segments) and self.hidden is None
         if self.hidden is not None and not segments:
             zeros = (jnp.zeros((1, n), jnp.int32) for n in (num_queries, num_keys))
             segments = (tuple(zeros),)
@@ -93,10 +94,12 @@ class Form:
         for more_q, more_k in segments[1:]:
             q_ids = q_ids * (2 * num_keys + 2) + more_q
             k_ids = k_ids * (2 * num_keys + 2) + more_k
+        q_ids = q_ids.astype(jnp.int32)
+        if is_alike and num_queries == num_keys:
+            return given | {"q_segments": q_ids, "k_segments": q_ids}
         if self.hidden is not None:
             k_ids = jnp.where(self.hidden, NEVER, k_ids)
-        ids = {"q_segments": q_ids, "k_segments": k_ids}
-        return given | {name: x.astype(jnp.int32) for name, x in ids.items()}
+        return given | {"q_segments": q_ids, "k_segments": k_ids.astype(jnp.int32)}
 
 
 def form_of(

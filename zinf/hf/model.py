@@ -37,6 +37,7 @@ from zinf.hf.batch import (
     check_tokens,
     next_labels,
     packed,
+    without,
 )
 from zinf.hf.call import TRACING, outputs_of
 from zinf.hf.dropping import dropping, layers_of
@@ -325,6 +326,16 @@ class Model:
             ) from error
 
     @property
+    def note(self) -> str:
+        """What a model card says of how it differs from a model of `transformers`."""
+        return ""
+
+    @property
+    def never_written(self) -> tuple[int, ...]:
+        """Tokens that completions do not have, and with which none are scored."""
+        return ()
+
+    @property
     def image_leaves(self) -> tuple[str, ...]:
         """Leaves of a batch that images add to those of text."""
         return ()
@@ -428,13 +439,14 @@ class Model:
             train: whether the model runs as in training.
         """
         check_leaves(batch, self.name, *self.leaves_of(batch))
+        is_padded = "attention_mask" in batch
         if "segment_ids" in batch:
             self.check_packing()
             batch = packed(batch)
         if "kept" in batch:
             self.check_dropping()
         inputs = {name: batch[name] for name in batch if name not in OWN_KEYS}
-        with within_segments(batch.get("segment_ids")):
+        with within_segments(batch.get("segment_ids"), is_padded=is_padded):
             return self.call(
                 params, inputs, key=key, train=train, kept=batch.get("kept")
             )
@@ -547,12 +559,17 @@ class Model:
         *key: jax.Array,
         train: bool,
         temperature: float = 1.0,
+        never: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array]:
         """The cross entropy of the token after each, and whether it has a label.
 
         Both (batch, tokens); where there is no label, the loss is 0.
+
+        Args:
+            never: tokens that the model does not write.
         """
         logits = self.logits(params, batch, *key, train=train).astype(jnp.float32)
+        logits = without(never, logits)
         if temperature != 1:
             logits = logits / temperature
         labels = next_labels(batch)
@@ -632,11 +649,14 @@ class Model:
     ) -> jax.Array:
         """Log-probabilities of tokens given those before, float32 (batch, tokens - 1).
 
+        They are those of completions, which have no token of `never_written`.
+
         Args:
             batch: as for `loss`; tokens without a label have 0.
             temperature: logits are divided by it.
         """
-        rest = {"train": train, "temperature": temperature}
+        rest: dict[str, Any] = {"train": train, "temperature": temperature}
+        rest["never"] = self.never_written
         return -self._token_losses(params, batch, *key, **rest)[0][:, :-1]
 
     def check(self, batch: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -37,26 +38,27 @@ def open_reference(
     model: Model,
     config: Config,
     mesh: Mesh,
+    spec: Mapping[str, jax.ShapeDtypeStruct],
     *,
-    rows: int,
-    length: int,
     group: AbstractGroup = ALONE,
 ) -> Reference:
     """The reference of a config, with the weights of the model's files.
 
     Args:
-        rows, length: shape of the batches of all processes that it scores.
+        spec: shapes and dtypes of the batches of all processes that it scores.
         group: the processes that run it together.
 
     Raises:
         InfeasibleError: it does not fit its share of the budgets.
     """
     temperature, count = config.completions.temperature, config.num_microbatches
-    zeros = np.zeros((rows_of_process(mesh, rows), length), np.int32)
+    rows, length = spec["input_ids"].shape
+    here = rows_of_process(mesh, rows)
+    zeros = {name: np.zeros((here, *x.shape[1:]), x.dtype) for name, x in spec.items()}
 
     def run(own: Config) -> ModelEngine:
         engine = open_model(model, own, rows=rows, length=length, group=group)
-        _scores(engine, {"input_ids": zeros, "labels": zeros}, temperature, count)
+        _scores(engine, zeros, temperature, count)
         return engine
 
     named = {"number": 1, "output_bytes": rows * length * np.float32().itemsize}
@@ -67,7 +69,8 @@ def open_reference(
 def _scores(
     engine: ModelEngine, batch: Mapping[str, Any], temperature: float, count: int
 ) -> np.ndarray:
-    scored = {name: batch[name] for name in ("input_ids", "labels")}
+    names = ("input_ids", "labels", *engine.model.image_leaves)
+    scored = {name: batch[name] for name in names}
     return engine.log_probabilities(
         scored, temperature=temperature, num_microbatches=count
     )

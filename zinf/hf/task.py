@@ -190,7 +190,8 @@ class Task:
         with ExitStack() as stack:
             if drawing.has_copy(config):
                 policy = self.model.parts[""]
-                reference = open_reference(policy, config, mesh, **shape, group=group)
+                spec = self.batch_spec(batch_size(config))
+                reference = open_reference(policy, config, mesh, spec, group=group)
                 config = _placed(reference.frozen, config, frozen, stack)
             for number, judge in enumerate(judges, 2):
                 rest = {"number": number, "group": group}
@@ -362,7 +363,8 @@ class Task:
         if run.export is not None:
             dtype = self.model.stored_dtype or self.config.compute_dtype
             whole = tensors if adapted is None else MergedTensors(adapted, tensors)
-            card = card_of(self.model.name, adapter=False, run=trained)
+            about = {"adapter": False, "run": trained, "more": self.model.note}
+            card = card_of(self.model.name, **about)
             write_model(whole, self.model, run.export, dtype=dtype, card=card)
             say(f"The tuned model is in {run.export}, in {dtype}.")
         if run.export_adapter is not None:
@@ -404,11 +406,13 @@ class Task:
         Raises:
             FileNotFoundError, ValueError: a file or a line is wrong.
         """
-        settings, data = self.objective.settings_of_data, self.config.data
-        found = {} if settings is None else dict(settings(self.config, say))
+        config, data = self.config, self.config.data
+        found: dict[str, Any] = {}
         if data.traits.takes_images and data.images is None:
-            found |= images_in_files(self.objective, self.config, say)
-        return found
+            found = images_in_files(self.objective, config, say)
+            config = config.model_copy(update={"data": data.model_copy(update=found)})
+        settings = objective_of(config).settings_of_data
+        return found | ({} if settings is None else dict(settings(config, say)))
 
     def steps_of_epochs(
         self, batch_size: int, epochs: float, say: Callable[[str], None]
@@ -640,12 +644,8 @@ class Task:
             process=process,
             num_microbatches=config.num_microbatches,
         )
-        if self.objective.trimmed is not None:
-            if group.count > 1:
-                raise NotImplementedError(
-                    "Batches with images are made by one process, as all must have one "
-                    "shape. Use one process with all devices of the machine."
-                )
+        # Several processes do not know each other's rows, and all need one shape.
+        if self.objective.trimmed is not None and group.count == 1:
             found = found.map(partial(self.objective.trimmed, self.model))
         if not is_training:
             return found

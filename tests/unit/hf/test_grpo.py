@@ -23,6 +23,7 @@ from tests.unit.hf.models import (
 import torch  # isort: skip
 import transformers  # isort: skip
 
+from tests.unit.hf import images  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.core.config import Config  # isort: skip
 from zinf.core.plan import InfeasibleError  # isort: skip
@@ -422,3 +423,28 @@ def test_arguments_of_trl_without_effect_are_named(caplog):
     hf.GRPOConfig(use_vllm=True, report_to="wandb", log_completions=False)
     (record,) = caplog.records
     assert "ignores use_vllm, report_to" in record.getMessage()
+
+
+@pytest.mark.slow
+def test_completions_of_prompts_with_images_are_rewarded(tmp_path):
+    """The tokens are drawn with the probabilities that the training program gives."""
+    folder = images.model_folder("qwen2_vl", tmp_path / "model")
+    for i in range(3):
+        images.picture(i, 12 + 8 * i, 20).save(tmp_path / f"{i}.png")
+    asked = [turns("w1 w2"), turns("w3"), turns("w4 w5")]
+    shown = [["0.png"], ["1.png", "2.png"], None]
+    lines = [
+        {"prompt": prompt, "images": names, "answer": 0}
+        for prompt, names in zip(asked, shown, strict=True)
+    ]
+    data = write(tmp_path / "p.jsonl", lines)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    given = "grpo", folder, "--data", data, "--num_generations", 4, *FP32
+    given += "--reward", tmp_path / "rewards.py:evens", "--samples", 12, "--beta", 0.1
+    given += "--max_completion_length", 6, "--learning-rate", 2e-2, "--steps", 8
+    for name, more in (("fused", ()), ("streamed", ("--set", "execution=streamed"))):
+        run(*given, "--output", tmp_path / name, *more)
+        metrics = metrics_of(tmp_path / f"{name}.run")
+        assert max(m["sampling/sampling_logp_difference/max"] for m in metrics) < 2e-5
+        rewards = [m["reward"] for m in metrics]
+        assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards

@@ -35,6 +35,7 @@ import jax  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
 
+import zinf  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.hf.dataset import tokenized  # isort: skip
 from zinf.hf.engine import adapted_model  # isort: skip
@@ -46,7 +47,7 @@ from zinf.hf.images.sources import in_parts, opened  # isort: skip
 LOGITS, GRADIENTS, LOSSES = 2e-6, 1e-5, 1e-6
 # No image, one and three; a row of three, beside which the others are filled.
 COUNTS = (0, 1, 3)
-FIXED = ("gemma3", "idefics3", "llava", "qwen2_5_vl")
+FIXED = ("gemma3", "idefics3", "llava", "qwen2_5_vl", "smolvlm")
 TOKENIZING = {
     "sequence_length": 64,
     "too_long": "error",
@@ -122,6 +123,37 @@ def test_losses_are_equal_to_the_bit_on_three_tiers_and_those_of_torch(tmp_path)
         wanted.append(loss.item())
     assert found["host"] == pytest.approx(wanted, rel=LOSSES)
     assert wanted[2] < wanted[0]
+
+
+# As for models of text: see `test_divided`.
+BOUND = 16 * 2.0**-23
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stage", "axes"),
+    [
+        ("llava", 3, {"num_replicas": 2}),
+        ("qwen2_5_vl", 3, {"num_tensor": 2}),
+    ],
+)
+def test_devices_divide_images_and_losses_stay(name, stage, axes, tmp_path):
+    make(name).save_pretrained(tmp_path)
+    batch, _ = batch_of(hf.load_with_images(tmp_path), (0, 1, 3, 1, 2, 0, 1, 2))
+    found = {}
+    for count, more, zero in ((1, {}, 0), (4, axes, stage)):
+        mesh = zinf.make_mesh(jax.devices()[:count], **more)
+        config = {"zero_optimization": {"stage": zero}, "persistence_threshold": 1}
+        config["gradient_clipping"] = 0.05
+        model, named = hf.load_with_images(tmp_path), {"batch": batch, "mesh": mesh}
+        with hf.initialize(model, optax.adamw(1e-3), config, **named) as engine:
+            metrics = [engine.step(batch) for _ in range(2)]
+            if axes.get("num_tensor") and count > 1:
+                layouts = engine.residents.layouts.arrays.values()
+                assert any("tensor" in x.layout.computed.spec for x in layouts)
+        found[count] = [m[key] for m in metrics for key in ("loss", "grad_norm")]
+    np.testing.assert_allclose(found[4], found[1], rtol=BOUND)
+    assert found[1][2] < found[1][0]
 
 
 @pytest.mark.parametrize("name", TABLE)

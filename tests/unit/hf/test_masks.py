@@ -120,10 +120,12 @@ def test_an_attention_gets_what_a_batch_says_and_no_more(tmp_path):
     params = {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in model.specs.items()}
     ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
     seen: list[set[str]] = []
+    apart: list[bool] = []
 
     def look(spec: Spec, operands: Operands) -> str:
         assert spec.causal and spec.window is None
         seen.append({*operands} - {"q", "k", "v"})
+        apart.append(spec.keys_apart)
         return "blocks"
 
     segments = {"q_segments", "k_segments"}
@@ -142,6 +144,8 @@ def test_an_attention_gets_what_a_batch_says_and_no_more(tmp_path):
                 model.logits, params, dict.fromkeys(("input_ids", *keys), ids)
             )
         assert seen == [operands] * 2, keys
+        # Padding is in a segment of no query, and samples are in those of their own.
+        assert apart[-1] == (keys == ("attention_mask",)), keys
 
 
 CAPPED, SINKS = {"soft_cap": 50.0}, {"sinks"}

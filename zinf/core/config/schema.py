@@ -32,7 +32,8 @@ Width = Annotated[Count, Field(le=2**20)]
 Experts = Annotated[Whole, Field(le=4096)]
 STDLIB = "stdlib"
 # Keys of a model that its data is checked by.
-BESIDE_HUGGINGFACE = frozenset({"huggingface", "attention", "freeze_vision_tower"})
+WITH_IMAGES = ("freeze_vision_tower", "multimodal_attention")
+BESIDE_HUGGINGFACE = frozenset({"huggingface", "attention", *WITH_IMAGES})
 BESIDE_FUNCTION = frozenset({"function", "vocab_size", "max_length", "attention"})
 SEQUENCE_LENGTH = 256
 PUBLISHED_SEQUENCE_LENGTH = 1024  # of a model that huggingface names
@@ -155,6 +156,11 @@ class Model(Section):
     """With huggingface and data.images: the part that makes features of images stays as
     it is, and gets no adapters."""
 
+    multimodal_attention: Flag = False
+    """With huggingface and data.images: tokens of images see themselves alone, and text
+    sees images by a softmax of its own (DeepSpeed-VisualChat). The exported config.json
+    says so; only zinf reads that."""
+
     name: Literal["gpt"] = "gpt"
     """A decoder-only Transformer."""
 
@@ -247,8 +253,9 @@ class Model(Section):
             return
         if self.model_fields_set == {"attention"}:
             return  # The model is made in Python.
-        if self.freeze_vision_tower:
-            yield ("freeze_vision_tower",), "is for model.huggingface. Remove it."
+        for key in WITH_IMAGES:
+            if getattr(self, key):
+                yield (key,), "is for model.huggingface. Remove it."
         for key in ("num_layers", "num_heads", "embed_dim"):
             if getattr(self, key) is None:
                 yield (key,), "is required here, but missing."

@@ -35,6 +35,7 @@ from zinf.core.rl import (
     token_rows,
 )
 from zinf.core.rollouts.asking import Samples
+from zinf.core.rollouts.beside import AbstractBeside
 from zinf.core.rollouts.calls import AbstractRewardModel, Rewarded, Rewards
 from zinf.core.rollouts.environment import Environment
 from zinf.core.rollouts.sizes import Prompt, Sizes, batch_spec, check_room
@@ -43,6 +44,7 @@ from zinf.core.rollouts.turns import Turns, as_samples, turn_metrics
 from zinf.core.trainer import Hook
 from zinf.data import AbstractForeseen
 from zinf.data.share import own_rows
+from zinf.inference import Scored
 
 Arrays = dict[str, np.ndarray]
 Score = Callable[[Arrays], np.ndarray]
@@ -112,6 +114,7 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         texts: a file for completions and their rewards, as JSON lines; None: none.
         tokens_name: the leaf of the batch that has tokens, (rows, tokens): "input_ids",
             as models of `transformers` take them, or "tokens" of zinf's own.
+        beside: draws and adds what prompts have beside tokens; None: nothing.
 
     Raises:
         ValueError: a prompt has no room for its completion, a column is missing that a
@@ -134,6 +137,7 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         environment: Environment | None = None,
         texts: Path | None = None,
         tokens_name: str = "input_ids",
+        beside: AbstractBeside | None = None,
     ) -> None:
         super().__init__()
         if not prompts:
@@ -143,6 +147,7 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         self.sizes = self.sizes_of(batch_size, num_microbatches)
         self.turns = Turns(settings, decode, tuple(eos_token_ids), length, environment)
         self.padding, self.tokens_name = padding, tokens_name
+        self.beside = beside
         self.draw_seed = seed
         for prompt in prompts:
             check_room(prompt, settings, length)
@@ -218,6 +223,14 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         assert self._engine is not None, "call `of` with an engine first"
         return self._engine
 
+    def sample(
+        self, prompts: Sequence[Prompt], tokens: Sequence[np.ndarray], **how: Any
+    ) -> list[list[Scored]]:
+        """Completions after tokens, which begin with prompts; see `Engine.sample`."""
+        if self.beside is not None:
+            return self.beside.sample(self.engine, prompts, tokens, **how)
+        return self.engine.sample(tokens, **how)
+
     @property
     def share(self) -> tuple[int, int]:
         """(index, count): which part of a batch this process has."""
@@ -240,7 +253,9 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
     def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of this process's part of the batch of a step."""
         rows = self.sizes.batch // self.share[1]
-        return batch_spec(self.names, rows, self.length, self.tokens_name)
+        found = batch_spec(self.names, rows, self.length, self.tokens_name)
+        more = {} if self.beside is None else self.beside.spec(rows, self.length)
+        return found | dict(more)
 
     def __iter__(self) -> "RolloutsIterator":
         return RolloutsIterator(self)
@@ -344,13 +359,13 @@ def _drawn(own: AbstractRollouts, time: int) -> _Drawn:
     prompts = [own.prompts[n] for n in numbers]
     key = jax.random.fold_in(jax.random.key(own.draw_seed), SALT)
     key, salted = jax.random.fold_in(key, time), [own.draw_seed, SALT, time]
-    written = own.turns.draw(
-        own.engine, prompts, key=key, seed=salted, num_samples=sizes.group
-    )
+    group = own.engine.planner.group
+    rest = {"num_samples": sizes.group, "group": group}
+    written = own.turns.draw(own.sample, prompts, key=key, seed=salted, **rest)
     generated = perf_counter()
     ids, samples = [one.tokens for one in written], as_samples(written)
     failed = [n for n, one in enumerate(written) if one.why_failed is not None]
-    call = own.rewards.start(samples, failed, own.engine.planner.group)
+    call = own.rewards.start(samples, failed, group)
 
     is_cut = is_truncated(ids, own.turns.ends)
     tokens, is_drawn = token_rows(
@@ -364,6 +379,8 @@ def _drawn(own: AbstractRollouts, time: int) -> _Drawn:
     if own.tokens_name == "input_ids":
         shifted = np.pad(is_drawn, ((0, 0), (1, 0)))
         arrays["labels"] = np.where(shifted != 0, tokens, IGNORED).astype(np.int32)
+    if own.beside is not None:
+        arrays |= own.beside.leaves([one.prompt for one in written], tokens)
     drawn_logps = _placed([one.log_probabilities for one in written], is_drawn)
     logps, reference = drawn_logps, None
     if own.is_scored:

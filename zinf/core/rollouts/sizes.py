@@ -19,12 +19,14 @@ class Prompt:
         shown: what reward functions get: a text, or a conversation as messages.
         columns: the other fields of its record, for reward functions.
         where: the place of the record, for messages.
+        beside: what the model reads beside the tokens; see `AbstractBeside`.
     """
 
     tokens: np.ndarray
     shown: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = "a prompt"
+    beside: Any = None
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 
 from zinf.core.config.completions import Completions
-from zinf.core.engine.engine import Engine
 from zinf.core.rollouts.asking import Samples
 from zinf.core.rollouts.environment import Environment, Reply, UnreadableReply
 from zinf.core.rollouts.sizes import Prompt
 from zinf.distributed import AbstractGroup
 from zinf.inference import Scored
 
+# `(prompts, tokens that begin with theirs, **how) -> completions`; see `Engine.sample`.
+Sample = Callable[..., list[list[Scored]]]
 logger = logging.getLogger(__name__)
 # Folded into the key of a rollout for turns behind the first one.
 TURNS = 0x5455
@@ -128,23 +129,27 @@ class Turns:
 
     def draw(
         self,
-        engine: Engine,
+        sample: Sample,
         prompts: Sequence[Prompt],
         *,
         key: jax.Array,
         seed: list[int],
         num_samples: int,
+        group: AbstractGroup,
     ) -> list[Conversation]:
         """Several conversations for each prompt; those of one are adjacent.
 
         Args:
+            sample: draws completions.
             key: of this rollout.
             seed: of this rollout, for the environment.
+            group: the processes that draw together.
 
         Raises:
             WrongAnswers, RuntimeError: see `Environment.replies`.
         """
-        groups = engine.sample(
+        groups = sample(
+            prompts,
             [p.tokens for p in prompts],
             num_samples=num_samples,
             max_new_tokens=self.settings.max_new_tokens,
@@ -156,12 +161,11 @@ class Turns:
             one.add_turn(drawn, self.decode(drawn.tokens))
         if self.environment is None:
             return found
-        group = engine.planner.group
         turn, going = 1, self._ended(found, range(len(found)))
         while going := self._replied(found, going, turn, seed, group):
             turn += 1
             base = jax.random.fold_in(jax.random.fold_in(key, TURNS), turn)
-            self._take_turn(engine, found, going, base)
+            self._take_turn(sample, found, going, base)
             going = self._ended(found, going)
         if group.is_first:
             self._warn(found)
@@ -233,7 +237,7 @@ class Turns:
 
     def _take_turn(
         self,
-        engine: Engine,
+        sample: Sample,
         found: Sequence[Conversation],
         going: Sequence[int],
         base: jax.Array,
@@ -255,7 +259,8 @@ class Turns:
             by_size[size].append(number)
         for size, numbers in by_size.items():
             keys = jax.vmap(jax.random.fold_in, (None, 0))(base, np.array(numbers))
-            groups = engine.sample(
+            groups = sample(
+                [found[n].prompt for n in numbers],
                 [found[n].history for n in numbers],
                 max_new_tokens=size,
                 key=keys,

@@ -12,7 +12,7 @@ import numpy as np
 from zinf.hf.completion import prompt_tokens
 from zinf.hf.decoder import AbstractBeside
 from zinf.hf.engine import ModelEngine, decoder_for
-from zinf.hf.images.model import FEATURES, ImageModel
+from zinf.hf.images.model import FEATURES, SLOTS, ImageModel
 from zinf.hf.images.patches import PLACES
 from zinf.hf.images.reader import ImageReader
 from zinf.inference import Decoder
@@ -61,33 +61,59 @@ def decoder_after(engine: ModelEngine, prompt: ImagePrompt) -> Decoder:
     Raises:
         InfeasibleError: the tower does not fit beside the arrays at rest.
     """
-    model, adapted = engine.model, engine.adapted
-    assert isinstance(model, ImageModel)
-    leaves = {n: x[None] for n, x in prompt.leaves.items() if n != PLACES}
-    function = model.features if adapted is None else adapted.applied(model.features)
-    features = engine.apply(function, leaves)
-    beside = _Images(features, prompt.leaves.get(PLACES))
-    return decoder_for(model, adapted, engine.planner, beside)
+    shown = ShownImages(engine, len(prompt.tokens))
+    shown.show(prompt)
+    return shown.decoder
 
 
-class _Images(AbstractBeside):
-    """The features of the images of one prompt.
+class ShownImages(AbstractBeside):
+    """The images of the prompt that a decoder reads next, which all its rows share.
+
+    Programs ask for them as they run, so other images need no other programs.
 
     Args:
-        features: of `ImageModel.features`.
-        places: positions of the tokens of the prompt, int32 (3, tokens); None if they
-            are those of a text.
+        engine: runs the tower.
+        length: tokens of the longest prompt, or of a row.
     """
 
-    def __init__(self, features: Any, places: np.ndarray | None) -> None:
-        self._features, self._places = features, places
+    def __init__(self, engine: ModelEngine, length: int) -> None:
+        model, adapted = engine.model, engine.adapted
+        assert isinstance(model, ImageModel)
+        self._engine, self._model, self._length = engine, model, length
+        features = model.features
+        self._features = features if adapted is None else adapted.applied(features)
+        self._arrays: dict[str, Any] = {}
+        self._decoder: Decoder | None = None
+
+    @property
+    def decoder(self) -> Decoder:
+        """The same one for all prompts; the first is to be shown before."""
+        if self._decoder is None:
+            engine = self._engine
+            given = engine.model, engine.adapted, engine.planner
+            self._decoder = decoder_for(*given, self)
+        return self._decoder
+
+    def show(self, prompt: ImagePrompt) -> None:
+        """Run the tower on the images of a prompt.
+
+        Later ones have as many pieces as the first, with filling.
+        """
+        leaves = {n: x[None] for n, x in prompt.leaves.items() if n != PLACES}
+        arrays = {FEATURES: self._engine.apply(self._features, leaves)}
+        if PLACES in prompt.leaves:
+            arrays[PLACES] = with_text(prompt.leaves[PLACES], self._length)
+        if self._model.is_multimodal:
+            is_image = prompt.tokens == self._model.image_token
+            arrays[SLOTS] = np.pad(is_image, (0, self._length - len(is_image)))
+        self._arrays = jax.tree.map(np.asarray, arrays)
 
     def state(self, starts: jax.Array) -> dict[str, Any]:
-        del starts  # The images are of one prompt, which rows share.
-        found = {FEATURES: jax.tree.map(jnp.asarray, self._features)}
-        if self._places is not None:
-            found[PLACES] = jnp.asarray(self._places)
-        return found
+        specs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._arrays
+        )
+        shown = jax.pure_callback(lambda: self._arrays, specs)
+        return {**shown, "starts": jnp.asarray(starts, jnp.int32)}
 
     def inputs(self, state: Any, given: Mapping[str, jax.Array]) -> dict[str, Any]:
         found: dict[str, Any] = dict(given)
@@ -98,6 +124,23 @@ class _Images(AbstractBeside):
             later = positions + (jnp.max(table) + 1 - count)
             in_prompt = jnp.take(table, jnp.clip(positions, 0, count - 1), axis=1)
             found[PLACES] = jnp.where(positions < count, in_prompt, later[None])
-        if given["input_ids"].shape[1] > 1:
-            found[FEATURES] = state[FEATURES]
+        if SLOTS in state:
+            slots = jnp.arange(given["attention_mask"].shape[1])[None]
+            at = slots - state["starts"][:, None]
+            shown = jnp.take(state[SLOTS], at, mode="fill", fill_value=False)
+            # A negative index counts from the end.
+            found[SLOTS] = shown & (at >= 0)
+        rows, num_tokens = given["input_ids"].shape
+        if num_tokens > 1:
+            # The module takes those of all rows, one row after the other.
+            found[FEATURES] = jax.tree.map(
+                lambda x: jnp.tile(x, (rows, *[1] * (x.ndim - 1))), state[FEATURES]
+            )
         return found
+
+
+def with_text(places: np.ndarray, length: int) -> np.ndarray:
+    """Positions of a prompt, and of the text after it, int32 (3, length)."""
+    later = places.max() + 1 + np.arange(length - places.shape[1], dtype=np.int32)
+    later = np.broadcast_to(later, (len(places), len(later)))
+    return np.concatenate([places, later], axis=1)

@@ -92,6 +92,11 @@ class AbstractKind(ABC):
         """Image tokens, and the number of pieces that have so many together."""
 
     @property
+    def sees_ahead(self) -> bool:
+        """Whether image tokens see later ones of their image."""
+        return False
+
+    @property
     def unit(self) -> int:
         """Buckets of pieces are multiples of this."""
         return 1

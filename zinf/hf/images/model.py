@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
+from zinf.hf.attention import apart_from_images
 from zinf.hf.batch import by_sequence
 from zinf.hf.call import TRACING
 from zinf.hf.heads import HeadModel, load_head
@@ -26,6 +27,16 @@ from zinf.hf.model import Batch, Model, Params, found_with_adapter
 from zinf.hf.module import output_name, read_config
 
 PIXELS, FEATURES = "pixel_values", "features"
+# Which keys of a cache are of images, bool (rows, slots).
+SLOTS = "image_slots"
+# The key of config.json that says that a model has multi-modal causal attention.
+MULTIMODAL = "multimodal_causal_attention"
+NOTE = (
+    "This model has the multi-modal causal attention of DeepSpeed-VisualChat "
+    f"(arXiv:2309.14327), as `{MULTIMODAL}` in config.json says: text sees images by a "
+    "softmax of its own. `transformers` does not read that key, and computes something "
+    "else where a text has images. zinf computes it."
+)
 # Attributes of what `get_image_features` of transformers returns.
 POOLED, DEEP = "pooler_output", "deepstack_features"
 
@@ -36,6 +47,7 @@ def load_with_images(
     dtype: str = "float32",
     base: str | Path | None = None,
     trains_tower: bool = True,
+    multimodal_attention: bool = False,
 ) -> "ImageModel":
     """A model that reads images beside text. No weight is read now.
 
@@ -43,15 +55,27 @@ def load_with_images(
         path_or_id, dtype, base: as for `load`.
         trains_tower: whether the tower, which makes features of images, is trained
             with the rest.
+        multimodal_attention: text has a softmax of its own for images, which see
+            themselves alone (`zinf_kernels.attention.multimodal`). It is also so if
+            config.json says it, as exports of such a model do.
 
     Raises:
-        NotImplementedError: zinf does not read images with this architecture.
+        NotImplementedError: zinf does not read images with this architecture, or it has
+            no causal attention among images.
         FileNotFoundError, OSError, ValueError: see `load`.
     """
     name, folder, adapter = found_with_adapter(path_or_id, base)
     config = read_config(folder)
-    kind_of(config, name)
+    kind = kind_of(config, name)
+    if multimodal_attention:
+        setattr(config, MULTIMODAL, True)
     model = ImageModel(name, folder, config, dtype, adapter)
+    if model.is_multimodal and kind.sees_ahead:
+        raise NotImplementedError(
+            f"{name} is of the architecture {config.model_type!r}, in which tokens of "
+            "an image see each other, so it has no multi-modal causal attention "
+            "(model.multimodal_attention). Leave it out."
+        )
     model.trains_tower = trains_tower
     return model
 
@@ -106,6 +130,20 @@ class ImageModel(Model):
         return kind_of(self.config, self.name)
 
     @property
+    def never_written(self) -> tuple[int, ...]:
+        # An image that is written would have no features.
+        return (self.image_token,)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether text has a softmax of its own for images."""
+        return bool(getattr(self.config, MULTIMODAL, False))
+
+    @property
+    def note(self) -> str:
+        return NOTE if self.is_multimodal else ""
+
+    @property
     def image_leaves(self) -> tuple[str, ...]:
         return self.kind.leaves
 
@@ -147,10 +185,22 @@ class ImageModel(Model):
         train: bool,
         **rest: Any,
     ) -> jax.Array:
-        if not {PIXELS, FEATURES} & inputs.keys():
-            return super()._run(params, inputs, options, key=key, train=train, **rest)
-        kind, module = self.kind, self.module_for(params)
-        inner = module.model
+        text = dict(inputs)
+        named: dict[str, Any] = {"key": key, "train": train, **rest}
+        is_image = text["input_ids"] == self.image_token
+        has_images = not {PIXELS, FEATURES, SLOTS}.isdisjoint(text)
+        images = is_image, text.pop(SLOTS, is_image)
+        apart = images if has_images and self.is_multimodal else None
+        with apart_from_images(apart):
+            if {PIXELS, FEATURES}.isdisjoint(text):
+                return super()._run(params, text, options, **named)
+            return self._run_with_images(params, text, options, **named)
+
+    def _run_with_images(
+        self, params: Params, inputs: Batch, options: Mapping[str, Any], **named: Any
+    ) -> jax.Array:
+        """`_run` with pixels, or with what the tower made of them."""
+        kind, inner = self.kind, self.module_for(params).model
         text = dict(inputs)
         is_image = text["input_ids"] == self.image_token
         if FEATURES in text:
@@ -164,7 +214,7 @@ class ImageModel(Model):
         given = text | images | kind.types(is_image)
         # A call changes the module while it lasts.
         with TRACING, placing(inner), within:
-            return super()._run(params, given, options, key=key, train=train, **rest)
+            return super()._run(params, given, options, **named)
 
     def features(self, params: Params, leaves: Batch) -> Any:
         """What the tower makes of the images of a batch, for `inputs["features"]`.
@@ -229,6 +279,15 @@ class ImageModel(Model):
 
 class ImageHead(ImageModel, HeadModel):
     """A classifier of text and images without its weights."""
+
+
+def room_of(model: ImageModel, most: int | None) -> int:
+    """The pieces that rows have room for, of which a sample has `most`.
+
+    At least one, so that batches without images have the leaves of others.
+    """
+    unit = model.kind.unit
+    return max(unit, -(-(most or 0) // unit) * unit)
 
 
 def _as_computed(inner: torch.nn.Module, features: Any) -> AbstractContextManager[Any]:

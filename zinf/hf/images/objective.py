@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from zinf.core.config import Config
+from zinf.core.config.schema import WITH_IMAGES
 from zinf.hf.batch import by_sequence
 from zinf.hf.dataset import samples_of
 from zinf.hf.images.kind import bucket_of
@@ -19,6 +20,7 @@ from zinf.hf.images.model import (
     ImageModel,
     load_head_with_images,
     load_with_images,
+    room_of,
 )
 from zinf.hf.images.samples import (
     ImagePairTokenizing,
@@ -28,6 +30,7 @@ from zinf.hf.images.samples import (
     most_pieces,
 )
 from zinf.hf.model import Model
+from zinf.hf.objectives.from_rewards import prompts_of
 from zinf.hf.objectives.objective import Objective, Say, Spec
 from zinf.hf.objectives.reward import LABELS, RatedTokenizing
 from zinf.hf.pairs import PairTokenizing
@@ -50,7 +53,8 @@ def with_images(objective: Objective) -> Objective:
     def batch_spec(config: Config, rows: int, length: int) -> Spec:
         text = objective.batch_spec(config, rows, length)
         *lead, _ = text["input_ids"].shape
-        found, room = model(config), room_of(model(config), config)
+        found = model(config)
+        room = room_of(found, config.data.images)
         more = found.kind.specs(prod(lead), room, length)
         return text | {
             name: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
@@ -68,15 +72,17 @@ def with_images(objective: Objective) -> Objective:
 
 
 @cache
-def _loaded(name: str, trains_tower: bool) -> ImageModel:
-    return load_with_images(name, trains_tower=trains_tower)
+def _loaded(name: str, trains_tower: bool, multimodal: bool) -> ImageModel:
+    rest = {"trains_tower": trains_tower, "multimodal_attention": multimodal}
+    return load_with_images(name, **rest)
 
 
 def image_model(config: Config) -> ImageModel:
     """The model of a config; the same object each time."""
     assert config.model is not None and config.model.huggingface is not None
     is_frozen = config.model.freeze_vision_tower
-    model = _loaded(config.model.huggingface, not is_frozen)
+    rest = not is_frozen, config.model.multimodal_attention
+    model = _loaded(config.model.huggingface, *rest)
     model.check_whole()
     return model
 
@@ -94,18 +100,9 @@ def _scoring_model(config: Config) -> ImageModel:
     return _loaded_head(config.model.huggingface, not is_frozen, config.run.seed)
 
 
-def room_of(model: ImageModel, config: Config) -> int:
-    """The pieces that the rows of the largest batch have room for.
-
-    At least one, so that batches without images have the leaves of others.
-    """
-    unit = model.kind.unit
-    return max(unit, -(-(config.data.images or 0) // unit) * unit)
-
-
 def _samples(folder: Path, model: Model, config: Config, **where: Any) -> ImageSamples:
     assert isinstance(model, ImageModel)
-    return ImageSamples(folder, model, room=room_of(model, config), **where)
+    return ImageSamples(folder, model, room=room_of(model, config.data.images), **where)
 
 
 def images_in_files(objective: Objective, config: Config, say: Say) -> dict[str, Any]:
@@ -127,13 +124,20 @@ def images_in_files(objective: Objective, config: Config, say: Say) -> dict[str,
     splits = [data.paths, data.evaluation_paths or ()]
     lines = (line for paths in splits for path in paths for line in records(path))
     if not any(has_images(line) for line, _ in lines):
-        if config.model is not None and config.model.freeze_vision_tower:
+        given = [key for key in WITH_IMAGES if getattr(config.model, key, False)]
+        for key in given:
+            option = f"--{key.replace('_', '-')}"
             raise ValueError(
-                "model.freeze_vision_tower (--freeze-vision-tower) is set, and no line "
-                "has images. Leave it out, or give images."
+                f"model.{key} ({option}) is set, and no line has images. Leave it out, "
+                "or give images."
             )
         return {}
     found, seeing = [], with_images(objective)
+    if objective.drawing is not None:
+        model = image_model(config)
+        prompts = prompts_of(model, config)
+        tokens = [np.count_nonzero(p.tokens == model.image_token) for p in prompts]
+        return {"images": int(model.kind.num_pieces(np.array(tokens)).max())}
     for paths, for_evaluation in zip(splits, (False, True), strict=True):
         if paths:
             given = seeing.model(config), config, seeing.tokenizing, say

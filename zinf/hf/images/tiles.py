@@ -33,6 +33,10 @@ class Tiles(AbstractKind):
         return (PIXELS,)
 
     @property
+    def sees_ahead(self) -> bool:
+        return self.has_types
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Channels, height and width of a tile."""
         vision = self.config.vision_config

@@ -24,9 +24,13 @@ from zinf.core.rollouts.sizes import batch_spec, check_room
 from zinf.data.configured import batch_size
 from zinf.hf.completion import end_tokens, prompt_tokens
 from zinf.hf.engine import ModelEngine
+from zinf.hf.images.model import ImageModel, room_of
+from zinf.hf.images.prompts import ImagesOfPrompts
+from zinf.hf.images.reader import ImageReader
 from zinf.hf.judge import Judge, digest_of_rewards, judges_among, load_rewards
 from zinf.hf.model import Batch, Model, Params
-from zinf.hf.objectives.objective import Drawing, Objective, Spec, causal_model
+from zinf.hf.objectives import objective_of
+from zinf.hf.objectives.objective import Drawing, Objective, Say, Spec, causal_model
 from zinf.hf.records import records
 from zinf.hf.reply import check_template, reply_tokens
 
@@ -63,7 +67,7 @@ def drawing_objective(
         batch_spec=spec,
         rows=_rows,
         model=model,
-        settings_of_data=lambda config, say: _settings(model(config), config),
+        settings_of_data=_settings,
         has_aux=True,
         drawing=Drawing(
             kind,
@@ -79,21 +83,35 @@ def drawing_objective(
     )
 
 
-def scored(batch: Mapping[str, Any]) -> dict[str, Any]:
+def scored(model: Model, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a batch that a model reads."""
-    return {name: batch[name] for name in ("input_ids", "labels")}
+    names = ("input_ids", "labels", *model.image_leaves)
+    return {name: batch[name] for name in names}
 
 
-def read_prompts(model: Model, lines: Iterable[tuple[Any, str]]) -> tuple[Prompt, ...]:
+def read_prompts(
+    model: Model, lines: Iterable[tuple[Any, str]], folder: Path | None = None
+) -> tuple[Prompt, ...]:
     """Prompts of records, each given with its place, for messages.
 
+    Args:
+        folder: from which paths of images begin; None: the current one.
+
     Raises:
-        ValueError: a record has no prompt, or a conversation that has its answer.
+        ValueError: a record has no prompt, or a conversation that has its answer, or an
+            image that is missing or that the model does not read.
     """
-    return tuple(_prompt(model, line, where) for line, where in lines)
+    reader = ImageReader(model) if isinstance(model, ImageModel) else None
+    return tuple(_prompt(model, reader, x, where, folder) for x, where in lines)
 
 
-def _prompt(model: Model, line: Any, where: str) -> Prompt:
+def _prompt(
+    model: Model,
+    reader: ImageReader | None,
+    line: Any,
+    where: str,
+    folder: Path | None,
+) -> Prompt:
     columns: dict[str, Any] = {}
     if isinstance(line, Mapping):
         line = {name: x for name, x in line.items() if x is not None}
@@ -101,14 +119,21 @@ def _prompt(model: Model, line: Any, where: str) -> Prompt:
         if isinstance(line.get("prompt"), list):
             line = {**line, "messages": line["prompt"]}
             del line["prompt"]
-    tokens = prompt_tokens(model, line, where, chat=False)
+    images: tuple[bytes, ...] = ()
+    if reader is None:
+        tokens = prompt_tokens(model, line, where, chat=False)
+    else:
+        line, images, seen = reader.read(line, where, folder)
+        layout = reader.layout(seen)
+        tokens = prompt_tokens(model, line, where, chat=False, tokenizer=layout)
+        reader.row(seen, tokens, where)  # It refuses images that do not fit the text.
     shown = line.get("messages", line.get("prompt"))
     if isinstance(shown, list) and shown[-1].get("role") == "assistant":
         raise ValueError(
             f"{where}: the conversation ends with what the assistant says, which the "
             "model is to write. Leave the last message out."
         )
-    return Prompt(tokens, shown, columns, where)
+    return Prompt(tokens, shown, columns, where, images)
 
 
 def prompts_of(model: Model, config: Config) -> tuple[Prompt, ...]:
@@ -131,8 +156,8 @@ def prompts_of(model: Model, config: Config) -> tuple[Prompt, ...]:
 def _prompts_of(
     model: Model, changed: tuple[tuple[Path, int], ...]
 ) -> tuple[Prompt, ...]:
-    lines = (line for path, _ in changed for line in records(path))
-    prompts = read_prompts(model, lines)
+    read = (read_prompts(model, records(path), path.parent) for path, _ in changed)
+    prompts = tuple(prompt for some in read for prompt in some)
     if not prompts:
         names = ", ".join(str(path) for path, _ in changed)
         raise ValueError(f"{names}: there is no prompt to read.")
@@ -190,7 +215,15 @@ def rollouts_of(
         seed=config.data.seed,
         environment=_environment(model, config, prompts, environment),
         texts=config.run.output / TEXTS,
+        beside=_beside(model, config, length),
     )
+
+
+def _beside(model: Model, config: Config, length: int) -> ImagesOfPrompts | None:
+    if not isinstance(model, ImageModel):
+        return None
+    room = room_of(model, config.data.images)
+    return ImagesOfPrompts(model, room=room, length=length)
 
 
 def environment_of(
@@ -278,7 +311,7 @@ def drawn_by(rollouts: Kind, engine: ModelEngine, config: Config) -> Kind:
 
     def reference(batch: Mapping[str, Any]) -> Any:
         how = {"num_microbatches": config.num_microbatches, "kind": kind}
-        return engine.apply(function, scored(batch), **how)
+        return engine.apply(function, scored(model, batch), **how)
 
     return rollouts.of(engine, reference, judges)
 
@@ -315,10 +348,11 @@ def _dataset(kind: type[Kind], model: Model, config: Config) -> Kind:
     return rollouts_of(kind, *given, length=length, environment=environment)
 
 
-def _settings(model: Model, config: Config) -> dict[str, Any]:
+def _settings(config: Config, say: Say) -> dict[str, Any]:
     """The length of a row, unless the config says it."""
     if config.data.sequence_length is not None:
         return {}
+    model = objective_of(config).model(config)
     prompts = prompts_of(model, config)
     length = longest(prompts, config)
     if model.max_length is not None and length > model.max_length:

@@ -38,9 +38,9 @@ class FromRewards:
             batch: of `Rollouts`: `input_ids` and `labels` (rows, tokens), and what
                 `PolicyLoss` reads.
         """
-        logps = self.model.token_log_probabilities(
-            params, scored(batch), *key, train=train, temperature=self.temperature
-        )
+        how = {"train": train, "temperature": self.temperature}
+        read = scored(self.model, batch)
+        logps = self.model.token_log_probabilities(params, read, *key, **how)
         return self.policy(logps, batch)
 
 

@@ -40,7 +40,7 @@ class PpoLoss:
                 `ActorCriticLoss` reads.
         """
         logps = self.model.token_log_probabilities(
-            params, scored(batch), temperature=self.temperature
+            params, scored(self.model, batch), temperature=self.temperature
         )
         return self.formula(logps, self.model.values(params, batch), batch)
 
