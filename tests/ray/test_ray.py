@@ -308,3 +308,27 @@ def wait(group: RayGroup, step: int) -> None:
     if (group.attempt, step) in ((0, 5), (1, 7), (2, 11)):
         while not group.is_asked_to_stop and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+def test_a_published_model_is_tuned_on_workers_as_in_one_process(tmp_path):
+    pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
+    from tests.unit.hf.models import data_file, metrics_of, model_folder
+
+    folder, data = model_folder(tmp_path), data_file(tmp_path, count=24)
+    more = ["--steps", "3", "--samples", "4", "--learning-rate", "1e-2"]
+    more += ["--set", "bf16.enabled=false"]
+    own = {"RAY_USAGE_STATS_ENABLED": "0", "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    losses = []
+    for kind in ([], ["--ray", "--workers", "2"]):
+        output = tmp_path / f"tuned{len(kind)}"
+        line = ["finetune", folder, "--data", data, "--output", output, *more, *kind]
+        line = [sys.executable, "-m", "zinf", *map(str, line)]
+        ended = subprocess.run(
+            line, env=os.environ | own, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert list(output.glob("*.safetensors"))
+        run = output.with_name(f"{output.name}.run")
+        losses.append([m["loss"] for m in metrics_of(run)])
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=RELATIVE)

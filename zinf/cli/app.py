@@ -4,6 +4,7 @@ import json
 import logging
 import platform
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,8 +28,7 @@ from zinf.cli.trl import FamiliarCommand
 from zinf.core.process.uncollected import uncollected
 from zinf.core.text.complaint import ShownFormatter, tell
 from zinf.distributed.options import Place, with_place
-from zinf.ray import options as ray_options
-from zinf.ray.settings import FailureConfig
+from zinf.ray.options import OnCluster, with_cluster
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
 # help and errors in arguments are fast: importing jax alone takes half a second. The
@@ -122,6 +122,7 @@ def command_line(
 
 @app.command()
 @with_place
+@with_cluster
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -140,66 +141,40 @@ def train(
         int, typer.Option(min=1, help="Steps that the trace has.")
     ] = 3,
     allow_changed: AllowChanged = None,
-    ray: ray_options.OnRay = False,
-    address: ray_options.Address = None,
-    workers: ray_options.Workers = None,
-    min_workers: ray_options.MinWorkers = None,
-    worker_resources: ray_options.WorkerResources = "CPU=1",
-    max_failures: ray_options.MaxFailures = ray_options.FAILURES.max_failures,
-    max_preemption_failures: ray_options.MaxPreemptionFailures = (
-        ray_options.FAILURES.max_preemption_failures
-    ),
-    preemption_grace: ray_options.PreemptionGrace = (
-        ray_options.FAILURES.preemption_grace_s
-    ),
     traceback: ShowTraceback = False,
     *,
     place: Place,
+    cluster: OnCluster,
 ) -> None:
     """Train the model of a config file.
 
     The exit code is 3 if another process ended the run.
     """
-    from zinf.cli.group import joined
+    from zinf.cli.placed import run_placed
     from zinf.cli.train import train_config
+    from zinf.core.config.load import raw_config
 
     given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
     if steps is not None:
         given.append(f"run.steps={steps}")
     if metrics is not None:
         given.append(f"run.metrics={json.dumps(str(metrics))}")
-    if ray:
-        from zinf.cli.train_ray import train_on_ray
-
-        with clean_errors(traceback):
-            ray_options.check_no_seat(
-                coordinator=place.coordinator,
-                num_processes=place.num_processes,
-                process_id=place.process_id,
-                local_devices=place.local_devices,
-            )
-            train_on_ray(
-                config,
-                given,
-                trace,
-                trace_steps,
-                scaling=ray_options.scaling(workers, min_workers, worker_resources),
-                failure=FailureConfig(
-                    max_failures, max_preemption_failures, preemption_grace
-                ),
-                address=address,
-                limits=place.limits,
-                allow_changed=allow_changed or (),
-            )
-        return
+    run = partial(
+        train_config,
+        config.absolute() if cluster.ray else config,
+        trace=trace,
+        trace_steps=trace_steps,
+        allow_changed=allow_changed or (),
+    )
     with clean_errors(traceback):
-        ray_options.check_absent(workers=workers, min_workers=min_workers)
-    with joined(place, traceback) as group:
-        train_config(config, given, trace, trace_steps, group, allow_changed or ())
+        raw = raw_config(config) if cluster.ray else {}
+    where = {"place": place, "cluster": cluster, "traceback": traceback}
+    run_placed(run, raw, given, **where)
 
 
 @app.command(cls=FamiliarCommand)
 @with_place
+@with_cluster
 @with_options(FINETUNE)
 def finetune(
     model: WholeModel,
@@ -219,6 +194,7 @@ def finetune(
     traceback: ShowTraceback = False,
     *,
     place: Place,
+    cluster: OnCluster,
     **options: Any,
 ) -> None:
     """Fine-tune a model of transformers, and write it in the form and dtype it came in.
@@ -227,24 +203,19 @@ def finetune(
     parameters are trained, with masters in float32 and computing in bfloat16; with
     --lora, small adapters beside the frozen parameters.
     """
-    from zinf.cli.finetune import finetune_model, model_config
-    from zinf.cli.group import joined
+    from zinf.cli.finetune import model_config
 
-    with joined(place, traceback) as group:
+    with clean_errors(traceback):
         raw = model_config(model, data=data, samples=samples, **options)
-        finetune_model(
-            raw,
-            overrides or (),
-            output=output,
-            merges=merge,
-            epochs=epochs,
-            group=group,
-            allow_changed=allow_changed or (),
-        )
+    run = {"output": output, "merges": merge, "epochs": epochs}
+    run |= {"allow_changed": allow_changed or ()}
+    where = {"place": place, "cluster": cluster, "traceback": traceback}
+    _tune(raw, run, overrides, where)
 
 
 @app.command(cls=FamiliarCommand)
 @with_place
+@with_cluster
 @with_options(GRPO)
 def grpo(
     model: WholeModel,
@@ -262,6 +233,7 @@ def grpo(
     traceback: ShowTraceback = False,
     *,
     place: Place,
+    cluster: OnCluster,
     **options: Any,
 ) -> None:
     """Train a model of transformers on what it writes itself, by rewards.
@@ -272,12 +244,14 @@ def grpo(
     """
     given = {"data": data, "rewards": reward, "samples": samples, **options}
     run = {"output": output, "merges": merge, "epochs": epochs}
-    run |= {"overrides": overrides or (), "allow_changed": allow_changed or ()}
-    _tune_by_rewards(model, "grpo", given, run, place=place, traceback=traceback)
+    run |= {"allow_changed": allow_changed or ()}
+    where = {"place": place, "cluster": cluster, "traceback": traceback}
+    _tune_by_rewards(model, "grpo", given, run, overrides, where)
 
 
 @app.command(cls=FamiliarCommand)
 @with_place
+@with_cluster
 @with_options(PPO)
 def ppo(
     model: WholeModel,
@@ -292,6 +266,7 @@ def ppo(
     traceback: ShowTraceback = False,
     *,
     place: Place,
+    cluster: OnCluster,
     **options: Any,
 ) -> None:
     """Train a model of transformers on what it writes itself, by rewards and a critic.
@@ -303,8 +278,9 @@ def ppo(
     """
     given = {"data": data, "rewards": reward, "samples": samples, **options}
     run = {"output": output, "merges": merge, "epochs": epochs}
-    run |= {"overrides": overrides or (), "allow_changed": allow_changed or ()}
-    _tune_by_rewards(model, "ppo", given, run, place=place, traceback=traceback)
+    run |= {"allow_changed": allow_changed or ()}
+    where = {"place": place, "cluster": cluster, "traceback": traceback}
+    _tune_by_rewards(model, "ppo", given, run, overrides, where)
 
 
 def _tune_by_rewards(
@@ -312,21 +288,40 @@ def _tune_by_rewards(
     objective: str,
     given: Mapping[str, Any],
     run: Mapping[str, Any],
-    *,
-    place: Place,
-    traceback: bool,
+    overrides: list[str] | None,
+    where: Mapping[str, Any],
 ) -> None:
     """`zinf grpo` and `zinf ppo`.
 
     Args:
-        given, run: arguments of `of_rewards` and of `finetune_model`.
+        given: arguments of `of_rewards`.
+        run, where: see `_tune`.
     """
-    from zinf.cli.finetune import finetune_model, of_rewards
-    from zinf.cli.group import joined
+    from zinf.cli.finetune import of_rewards
 
-    with joined(place, traceback) as group:
+    with clean_errors(where["traceback"]):
         raw = of_rewards(model, objective, **given)
-        finetune_model(raw, group=group, **run)
+    _tune(raw, run, overrides, where)
+
+
+def _tune(
+    raw: dict[str, Any],
+    run: Mapping[str, Any],
+    overrides: list[str] | None,
+    where: Mapping[str, Any],
+) -> None:
+    """Train the model of a config that a command has made.
+
+    Args:
+        run, where: arguments of `finetune_model` and of `run_placed`.
+    """
+    from zinf.cli.finetune import finetune_model, run_folder
+    from zinf.cli.placed import run_placed
+
+    tune = partial(finetune_model, raw, **run)
+    folder = {"output": str(run_folder(run["output"]))}
+    raw = raw | {"run": folder | raw["run"]}
+    run_placed(tune, raw, overrides or (), **where)
 
 
 @app.command()

@@ -65,7 +65,7 @@ def finetune_model(
         epochs: how often each sample is used, if `run.steps` is not given.
         allow_changed: keys in which a resumed run may differ from before.
     """
-    run = output.with_name(f"{output.name}.run")
+    run = run_folder(output)
     exports = {"export": output}
     if "adapter" in raw and merges:
         exports["export_adapter"] = output.with_name(f"{output.name}.adapter")
@@ -117,6 +117,11 @@ def finetune_model(
             group=group,
             allow_changed=allow_changed,
         )
+
+
+def run_folder(output: Path) -> Path:
+    """The folder of the run that makes a tuned model."""
+    return output.with_name(f"{output.name}.run")
 
 
 def model_config(

@@ -1,6 +1,6 @@
 """Command-line options of commands that run in several processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -90,23 +90,38 @@ _PLACES: dict[str, tuple[Any, Any]] = {
 TIMEOUTS = ("join", "silence", "hang")
 
 
-def with_place(command: Callable) -> Callable:
-    """Gives a command the options of several processes in place of its `place`.
+def in_place_of(
+    argument: str, options: Mapping[str, tuple[Any, Any]], make: Callable[..., Any]
+) -> Callable[[Callable], Callable]:
+    """A decorator that gives a command options in place of a keyword argument.
 
-    That is its last keyword argument, but for `**options`.
+    Args:
+        options: annotations and defaults by name.
+        make: the argument, given the values of the options by name.
     """
 
-    @wraps(command)
-    def placed(*args: Any, **named: Any) -> Any:
-        found = {name: named.pop(name) for name in _PLACES}
-        limits = Limits(*(found.pop(f"{x}_timeout") for x in TIMEOUTS))
-        return command(*args, **named, place=Place(**found, limits=limits))
+    def decorate(command: Callable) -> Callable:
+        @wraps(command)
+        def placed(*args: Any, **named: Any) -> Any:
+            values = {name: named.pop(name) for name in options}
+            return command(*args, **named, **{argument: make(**values)})
 
-    own = [x for x in signature(command).parameters.values() if x.name != "place"]
-    own += [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (annotation, default) in _PLACES.items()
-    ]
-    described: Any = placed
-    described.__signature__ = signature(command).replace(parameters=own)
-    return placed
+        own = [x for x in signature(command).parameters.values() if x.name != argument]
+        own += [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=usual, annotation=kind)
+            for name, (kind, usual) in options.items()
+        ]
+        described: Any = placed
+        described.__signature__ = signature(command).replace(parameters=own)
+        return placed
+
+    return decorate
+
+
+def _place(**values: Any) -> Place:
+    limits = Limits(*(values.pop(f"{x}_timeout") for x in TIMEOUTS))
+    return Place(**values, limits=limits)
+
+
+# The options of several processes, in place of `place`.
+with_place = in_place_of("place", _PLACES, _place)

@@ -1,10 +1,12 @@
 """Command-line options of commands that run on a Ray cluster."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
+from zinf.distributed.options import Place, in_place_of
 from zinf.ray.settings import FailureConfig, ScalingConfig
 
 # The classes have slots, so their defaults can be read only from an instance.
@@ -68,6 +70,60 @@ def scaling(
     return ScalingConfig((fewest, most), parse_resources(resources))
 
 
+@dataclass(frozen=True)
+class OnCluster:
+    """What the options say of a run on the workers of a Ray cluster.
+
+    Attributes:
+        ray: whether it runs there at all.
+        workers, min_workers, worker_resources: see `scaling`.
+        max_failures, max_preemption_failures, preemption_grace: see `FailureConfig`.
+    """
+
+    ray: bool
+    address: str | None
+    workers: int | None
+    min_workers: int | None
+    worker_resources: str
+    max_failures: int
+    max_preemption_failures: int
+    preemption_grace: float
+
+    @property
+    def scaling(self) -> ScalingConfig:
+        return scaling(self.workers, self.min_workers, self.worker_resources)
+
+    @property
+    def failure(self) -> FailureConfig:
+        counts = self.max_failures, self.max_preemption_failures
+        return FailureConfig(*counts, self.preemption_grace)
+
+    def check(self, place: Place) -> None:
+        """Refuse options that have no effect together.
+
+        Raises:
+            ValueError: `place` says which of several processes this is, and Ray places
+                them; or options of a cluster are given for a run on none.
+        """
+        if not self.ray:
+            given = {"workers": self.workers, "min_workers": self.min_workers}
+            if names := _given(given):
+                raise ValueError(f"{names} need --ray, or leave them out.")
+            return
+        seat = ("coordinator", "num_processes", "process_id", "local_devices")
+        if names := _given({name: getattr(place, name) for name in seat}):
+            raise ValueError(
+                f"{names} cannot be given with --ray, which places processes itself; "
+                "give --workers."
+            )
+
+
+def _given(options: Mapping[str, object]) -> str:
+    """The flags of those options that have a value."""
+    given = [name for name, value in options.items() if value is not None]
+    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+
+
 def parse_resources(text: str) -> Mapping[str, float]:
     """ "GPU=8,CPU=32" -> {"GPU": 8.0, "CPU": 32.0}."""
     found = {}
@@ -83,18 +139,18 @@ def parse_resources(text: str) -> Mapping[str, float]:
     return found
 
 
-def check_absent(**given: object) -> None:
-    """Raise ValueError if an option has a value that has no effect without --ray."""
-    names = [f"--{k.replace('_', '-')}" for k, v in given.items() if v is not None]
-    if names:
-        raise ValueError(f"{', '.join(names)} need --ray, or leave them out.")
-
-
-def check_no_seat(**given: object) -> None:
-    """Raise ValueError if an option places this process, which Ray does."""
-    names = [f"--{k.replace('_', '-')}" for k, v in given.items() if v is not None]
-    if names:
-        raise ValueError(
-            f"{', '.join(names)} cannot be given with --ray, which places processes "
-            "itself; give --workers."
-        )
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "ray": (OnRay, False),
+    "address": (Address, None),
+    "workers": (Workers, None),
+    "min_workers": (MinWorkers, None),
+    "worker_resources": (WorkerResources, "CPU=1"),
+    "max_failures": (MaxFailures, FAILURES.max_failures),
+    "max_preemption_failures": (
+        MaxPreemptionFailures,
+        FAILURES.max_preemption_failures,
+    ),
+    "preemption_grace": (PreemptionGrace, FAILURES.preemption_grace_s),
+}
+# The options of a Ray cluster, in place of `cluster`.
+with_cluster = in_place_of("cluster", _OPTIONS, OnCluster)
