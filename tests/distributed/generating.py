@@ -47,10 +47,12 @@ def texts(number: int, folder: Path, group: AbstractGroup | None = None) -> str:
     return json.dumps([[x.tokens, x.log_probabilities.tolist()] for x in found])
 
 
-def main(at: str, index: str, count: str, num_devices: str, folder: str) -> None:
-    """Every case."""
+def main(
+    at: str, index: str, count: str, num_devices: str, folder: str, *numbers: str
+) -> None:
+    """The cases with these numbers."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
     seat = find_seat(Flags(at, int(count), int(index)), {})
     with join(seat, Limits(join_seconds=40.0)) as group:
-        for number in range(len(CASES)):
+        for number in map(int, numbers):
             print(texts(number, Path(folder), group), flush=True)

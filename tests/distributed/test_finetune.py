@@ -54,24 +54,30 @@ def chats_with_images(folder: Path) -> Path:
     return write(folder / "chats.jsonl", lines)
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "images"])
-def test_two_processes_tune_and_export_as_one(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("sft", 2), ("sft", 4), ("lora", 2), ("dpo", 2), ("reward", 2), ("images", 2)],
+)
+def test_processes_tune_and_export_as_one(name, number, tmp_path):
     folder = model_folder(tmp_path)
     if name == "images":
         folder = images.model_folder("qwen2_vl", tmp_path / "seeing")
         data, more = chats_with_images(tmp_path), ["--sequence-length", 64]
-    elif name == "sft":
-        data, more = data_file(tmp_path, count=24), ["--set", "mesh.tensor=2"]
+    elif name in ("sft", "lora"):
+        data, more = data_file(tmp_path, count=24), []
     else:
         data, more = write(tmp_path / "pairs.jsonl", PAIRS), ["--objective", name]
-    if name == "dpo":
+    if name in ("lora", "dpo"):
         more += ["--lora", 4]
     if name == "reward":
         more += ["--eval-data", data, "--set", "run.evaluate_every=3"]
     losses, weights = [], []
-    for count in (1, 2):
+    for count in (1, number):
         output = tmp_path / f"tuned{count}"
-        ended = finetune(folder, data, output, *more, deeds=["nothing"] * count)
+        # Along tensor devices of one process, or of all.
+        parts = {"sft": 2, "lora": 2 * count}.get(name, 1)
+        rest = [*more, "--set", f"mesh.tensor={parts}"]
+        ended = finetune(folder, data, output, *rest, deeds=["nothing"] * count)
         for process in ended:
             assert process.code == 0, process.output
         assert f"The tuned model is in {output}" in ended[0].output

@@ -50,7 +50,7 @@ INNER_AXES = (
     InnerAxis(SEQ, "sequences", (Dim.SEQUENCE, Dim.HEADS), of_one_process="A sequence"),
     # Devices with other experts compute other examples in the rest of a model.
     InnerAxis(EXPERT, "experts", (Dim.EXPERTS,), has_examples=True),
-    InnerAxis(TENSOR, "weights", (Dim.CHANNELS,), of_one_process="A weight"),
+    InnerAxis(TENSOR, "weights", (Dim.CHANNELS,)),
 )
 AXES = (REPLICA, FSDP, *(axis.name for axis in INNER_AXES))
 

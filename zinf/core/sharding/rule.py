@@ -180,8 +180,8 @@ def axis_rule(
     """The rule of a ZeRO stage on a mesh.
 
     Raises:
-        ValueError: a group of hpZ, or the devices that divide a sequence or weights,
-            are of several processes.
+        ValueError: a group of hpZ, or the devices that divide a sequence, are of
+            several processes.
         NotImplementedError: both a sequence and weights are divided; parts of gradients
             would be exchanged between devices that divide more than examples.
     """
