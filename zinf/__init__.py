@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zinf.core.engine.initialize import initialize as initialize
     from zinf.core.engine.initialize import plan_only as plan_only
     from zinf.core.optim.average import with_ema as with_ema
+    from zinf.core.optim.transforms.compressed import compressed as compressed
     from zinf.core.problem.weighted import Weighted as Weighted
     from zinf.core.process.malloc import tune_malloc as tune_malloc
     from zinf.core.sharding import mesh as mesh

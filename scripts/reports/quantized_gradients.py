@@ -1,4 +1,4 @@
-"""Loss curves with gradients exchanged as they are, in 4 bits, with LoCo; 1-bit Adam.
+"""Loss curves with gradients exchanged as they are, in 4 bits, with LoCo; by signs.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \
         python scripts/reports/quantized_gradients.py --steps 300
@@ -6,6 +6,10 @@
 A GPT of 3.3M parameters learns Python's standard library by bytes on 8 devices. For
 qgZ they are two nodes of four, so that gradients are quantized twice. For each way the
 mean losses of 50 steps, and what the last is over that of the first way of its table.
+
+Tables: qgz; compressed (zinf.compressed of Adam, with its bias correction, by
+freeze_step); onebit (DeepSpeed's OneBitAdam, without one, and its relatives). The
+learning rate of the last two rises for 30 steps and then falls to zero.
 """
 
 import argparse
@@ -15,14 +19,17 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 
 import zinf
+from zinf.core.optim import build_schedule
 from zinf.core.optim.decision import NonFiniteError
 from zinf.models import GPT, GPTConfig, next_token_loss
 
 SHAPE = GPTConfig(num_layers=4, num_heads=4, embed_dim=256, max_length=64)
 LAST_STEPS, BYTES = 50, 4_000_000
+FREEZE = "freeze_step"  # of zinf.compressed, beside the sections of a config
 Section = dict[str, Any]
 
 
@@ -33,8 +40,8 @@ def with_zero(**zero: Any) -> Section:
     return {"zero_optimization": zero, "gradient_clipping": 1.0, "optimizer": adam}
 
 
-def with_adam(kind: str, **params: Any) -> Section:
-    """All state on every device, without clipping."""
+def with_adam(kind: str = "Adam", **params: Any) -> Section:
+    """All state on every device, without clipping; the rate falls to zero."""
     optimizer = {"type": kind, "params": {"lr": 1e-3, **params}}
     return {"mesh": {"fsdp": jax.device_count()}, "optimizer": optimizer}
 
@@ -42,16 +49,30 @@ def with_adam(kind: str, **params: Any) -> Section:
 def tables() -> dict[str, dict[str, Section]]:
     qgz = {"zero_quantized_gradients": True}
     loco = qgz | {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
-    frozen = {n: with_adam("OneBitAdam", freeze_step=n) for n in (10, 100, 200)}
+    steps = (10, 50, 100, 150, 200)
+    settled = {"betas": (0.9, 0.95)}
     return {
         "qgz": {
             "as they are": with_zero(),
             "4 bits": with_zero(**qgz),
             "4 bits, LoCo": with_zero(**loco),
         },
+        "compressed": {
+            "Adam": with_adam(),
+            **{f"freeze_step {n}": with_adam() | {FREEZE: n} for n in steps},
+        },
         "onebit": {
-            "Adam": with_adam("Adam"),
-            **{f"1-bit Adam after {n} steps": one for n, one in frozen.items()},
+            "Adam": with_adam(),
+            **{
+                f"OneBitAdam, freeze_step {n}": with_adam("OneBitAdam", freeze_step=n)
+                for n in steps
+            },
+            "the same at 100, beta2 0.95": with_adam(
+                "OneBitAdam", freeze_step=100, **settled
+            ),
+            "ZeroOneAdam, beta2 0.95": with_adam(
+                "ZeroOneAdam", var_freeze_step=100, local_step_scaler=100, **settled
+            ),
         },
     }
 
@@ -63,15 +84,20 @@ def text() -> np.ndarray:
 
 
 def losses(way: Section, num_steps: int, batch: int, seed: int) -> list[float]:
-    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 30}}
-    warmup["params"] |= {"warmup_type": "linear", "warmup_max_lr": 1e-3}
-    config = {"execution": "fused", "persistence_threshold": 1, "scheduler": warmup}
+    rate = {"warmup_num_steps": 30, "warmup_type": "linear", "warmup_max_lr": 1e-3}
+    kind, params = "WarmupLR", rate
+    if "gradient_clipping" not in way:
+        kind, params = "WarmupDecayLR", rate | {"total_num_steps": num_steps}
+    scheduler = {"type": kind, "params": params}
+    config = {"execution": "fused", "persistence_threshold": 1, "scheduler": scheduler}
+    config |= {key: value for key, value in way.items() if key != FREEZE}
+    tx = None
+    if FREEZE in way:
+        adam = optax.adam(build_schedule(zinf.Config.load(config)))
+        tx = zinf.compressed(adam, freeze_step=way[FREEZE])
     random, content, length = np.random.default_rng(seed), text(), SHAPE.max_length
     engine = zinf.nnx.initialize(
-        next_token_loss,
-        lambda: GPT(SHAPE, rngs=nnx.Rngs(seed)),
-        None,
-        config | way,
+        next_token_loss, lambda: GPT(SHAPE, rngs=nnx.Rngs(seed)), tx, config
     )
     found = []
     with engine:
@@ -91,11 +117,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tables", nargs="+", default=list(tables()))
+    parser.add_argument("--ways", nargs="+", help="parts of their names; all if absent")
     asked = parser.parse_args()
     print(f"jax {jax.__version__}, {jax.device_count()} devices")
     for table in asked.tables:
         first = None
         for name, way in tables()[table].items():
+            if asked.ways and not any(part in name for part in asked.ways):
+                continue
             curve = losses(way, asked.steps, asked.batch, asked.seed)
             if len(curve) < asked.steps:
                 print(f"{name}: diverges, no number at step {len(curve)}", flush=True)

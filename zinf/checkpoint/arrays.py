@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from zinf.checkpoint.bucket.save import ObjectSave
+from zinf.checkpoint.errors import join, to_join
 from zinf.checkpoint.manifest import check_same
 from zinf.checkpoint.place import ObjectFolder, as_place
 from zinf.checkpoint.restore import begin_restore, can_write_rows, stripes_to_restore
@@ -108,11 +109,18 @@ def read_arrays(
         BudgetExceeded: a tier has no room for the stripes.
     """
     with Saved(directory) as saved:
-        check_same(saved.arrays, residents.specs, saved.directory)
+        joined = to_join(saved, residents)
+        there, here = (
+            {a: spec for a, spec in specs.items() if a not in joined}
+            for specs in (saved.arrays, residents.specs)
+        )
+        check_same(there, here, saved.directory)
         if take_scalars is not None:
             take_scalars(saved.scalars)
         stripes: dict[ArrayId, Share] = {}
         for share in shares_of(residents):
+            if share.array in joined:
+                continue
             grid = saved.grid(share.array)
             for stripe in stripes_to_restore(share, grid, residents):
                 stripes[stripe] = share
@@ -131,4 +139,5 @@ def read_arrays(
         held[Tier.HOST] += saved.staging_bytes
         with counted(held, residents, "restoring a checkpoint") as capacity_bytes:
             move(transfers(), capacity_bytes - saved.staging_bytes)
+        join(saved, residents, verify=verify)
         return saved.scalars

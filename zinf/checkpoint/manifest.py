@@ -77,8 +77,9 @@ STATE_NAMES = (
     "of adam mu and nu."
 )
 ERROR_NAMES = (
-    "error0 and error1 are the error feedback of zero_optimization.zeropp_loco_param, "
-    "one for each device: they need as many devices, in groups as large."
+    "error0, error1, ... are the error feedback of each device: those of "
+    "zero_optimization.zeropp_loco_param need as many devices, in groups as large, and "
+    "those of optimizers that send signs need more than one device."
 )
 
 

@@ -212,7 +212,7 @@ def test_first_updates_of_zeros():
     np.testing.assert_allclose(moved["x"], -LR, 1e-6)
 
 
-WHOLE = ("Lamb", "Muon", "Adafactor", "GaLore")
+WHOLE = ("Lamb", "OneBitLamb", "Muon", "Adafactor", "GaLore")
 
 
 def kernel_of(raw):

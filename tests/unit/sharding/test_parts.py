@@ -38,7 +38,7 @@ def parts_of(
 def exchanged(parts: Parts, content: np.ndarray) -> np.ndarray:
     """By the devices, from the parts (devices, ...)."""
     given = jax.device_put(np.moveaxis(content, 0, 1), parts.layout.device)
-    total, _ = jax.jit(lambda x: parts.exchange(x, (), jnp.float32))(given)
+    total, *_ = jax.jit(lambda x: parts.exchange(x, (), jnp.float32))(given)
     assert total.sharding.is_equivalent_to(parts.total.device, total.ndim)
     return np.asarray(total)
 
@@ -146,7 +146,7 @@ def steps(
     found = []
     for content in contents:
         given = jax.device_put(np.moveaxis(content, 0, 1), parts.layout.device)
-        total, errors = run(given, errors)
+        total, errors, _ = run(given, errors)
         found.append(np.asarray(total))
     return found, [np.asarray(x, np.float32) for x in errors]
 

@@ -1,7 +1,7 @@
 """The `optimizer` section: DeepSpeed's optimizer types with their own parameters."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import SerializeAsAny
 
@@ -61,10 +61,13 @@ class AdamParams(BetaParams):
             yield ("weight_decay",), f"{text}. With torch_adam, give it."
 
 
-class OneBitAdamParams(OptimizerParams):
-    """1-bit Adam: Adam without bias correction, and then by signs of momenta."""
+class CompressedParams(OptimizerParams):
+    """What optimizers take that send signs in place of gradients after a warm-up."""
 
     UNREAD = OptimizerParams.UNREAD | TABLE["optimizer.params of OneBitAdam"]
+    # The key of the number of updates before any signs are sent.
+    WARM_UP: ClassVar[str]
+    LARGEST_STAGE: ClassVar[int] = 1
 
     betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
     """Decay rates per step of the first and the second moment."""
@@ -72,9 +75,70 @@ class OneBitAdamParams(OptimizerParams):
     eps: Auto[NonNegative] = 1e-8
     """Added to the root of the second moment."""
 
+
+class OneBitAdamParams(CompressedParams):
+    """1-bit Adam: Adam without bias correction, and then by signs of momenta."""
+
+    WARM_UP = "freeze_step"
+
     freeze_step: Auto[Count] = 100_000
     """Updates after which the second moment stays, and devices average the signs of
-    their momenta, at stage 0. Too early, training diverges."""
+    their momenta. Too early, training diverges."""
+
+
+class OneBitLambParams(CompressedParams):
+    """1-bit LAMB: LAMB without bias correction, and then by signs of momenta."""
+
+    WARM_UP = "freeze_step"
+
+    freeze_step: Auto[Count] = 100_000
+    """Updates after which the second moment stays, and devices average the signs of
+    their momenta."""
+
+    max_coeff: Auto[NonNegative] = 10.0
+    """Largest trust ratio of the warm-up."""
+
+    min_coeff: Auto[NonNegative] = 0.01
+    """Smallest trust ratio of the warm-up."""
+
+    coeff_beta: Auto[Fraction] = 0.9
+    """Share of the average of the trust ratio that each update of the warm-up keeps.
+    The average counts after freeze_step, which should be above 1 / (1 - coeff_beta)."""
+
+    factor_max: Auto[NonNegative] = 4.0
+    """Largest factor of that average after the warm-up."""
+
+    factor_min: Auto[NonNegative] = 0.5
+    """Smallest factor of that average after the warm-up."""
+
+    factor_threshold: Auto[NonNegative] = 0.1
+    """Largest change of the factor in one update, as a share of it."""
+
+    def violations(self) -> Iterator[Violation]:
+        for low, high in (("min_coeff", "max_coeff"), ("factor_min", "factor_max")):
+            if getattr(self, low) > getattr(self, high):
+                text = f"is {getattr(self, low):g}, above {high}"
+                yield (low,), f"{text}, {getattr(self, high):g}. Lower it."
+
+
+class ZeroOneAdamParams(CompressedParams):
+    """0/1 Adam: Adam without bias correction, whose gradients and steps go by signs."""
+
+    WARM_UP = "var_update_scaler"
+    LARGEST_STAGE = 0
+
+    var_freeze_step: Auto[Count] = 100_000
+    """Updates after which the second moment stays, and devices take local steps."""
+
+    var_update_scaler: Auto[Count] = 16
+    """Updates of the second moment after which the interval between them doubles. In
+    other steps gradients go by their signs."""
+
+    local_step_scaler: Auto[Count] = 32_678
+    """Local steps after which the interval between exchanges doubles."""
+
+    local_step_clipper: Auto[Count] = 16
+    """Longest interval between exchanges of local steps."""
 
 
 class SGDParams(OptimizerParams):
@@ -202,9 +266,11 @@ class Optimizer(TypedSection):
         "Lamb": LambParams,
         "Muon": MuonParams,
         "OneBitAdam": OneBitAdamParams,
+        "OneBitLamb": OneBitLambParams,
+        "ZeroOneAdam": ZeroOneAdamParams,
     }
     ANY = OptimizerParams
-    NOT_YET = ("ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+    NOT_YET = ("MuAdam", "MuAdamW", "MuSGD")
 
     params: SerializeAsAny[OptimizerParams]
     """The parameters of that type."""

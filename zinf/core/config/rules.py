@@ -94,31 +94,57 @@ def _mesh(config: Settings) -> Iterator[Violation]:
         yield asked[0], text
 
 
-def _one_bit(config: Settings) -> Iterator[Violation]:
-    """What OneBitAdam cannot be with, as in DeepSpeed or not yet."""
-    params, kind = config.one_bit, ("optimizer", "type")
+def _compressed(config: Settings) -> Iterator[Violation]:
+    """What optimizers that send signs cannot be with."""
+    params = config.compressed
     if params is None:
         return
-    if config.stage:
-        text = "OneBitAdam needs all state on every device, and zero_optimization.stage"
-        yield kind, f"{text} is {config.stage}. Set it to 0, or use Adam."
+    assert config.optimizer is not None
+    path = ("optimizer", "params", params.WARM_UP)
+    warm_up = getattr(params, params.WARM_UP)
+    kind = config.optimizer.type
+    asked = kind, warm_up, params.LARGEST_STAGE
+    yield from compressed_violations(config, *asked, ("optimizer", "type"), path)
+    if kind == "ZeroOneAdam" and config.optimizer.ema is not None:
+        text = "ZeroOneAdam keeps no average of weights, which differ on devices after"
+        yield ("optimizer", "ema"), f"{text} var_freeze_step. Remove one of them."
+
+
+def compressed_violations(
+    config: Settings,
+    name: str,
+    warm_up: int,
+    largest_stage: int,
+    kind: tuple[str, ...] = (),
+    warm_up_path: tuple[str, ...] = (),
+) -> Iterator[Violation]:
+    """What an optimizer that sends signs cannot be with, as in DeepSpeed or not yet.
+
+    Args:
+        name: of the optimizer.
+        warm_up: updates before it sends any signs.
+        largest_stage: of ZeRO, that it can be with.
+        kind, warm_up_path: the keys of both, if the config has them.
+    """
+    if config.stage > largest_stage:
+        text = f"{name} sends signs of whole leaves, and zero_optimization.stage is"
+        less = "0" if largest_stage == 0 else f"at most {largest_stage}"
+        text = f"{text} {config.stage}. Set it to {less}, or use another optimizer."
+        yield kind, text
     if config.clip_norm is not None:
-        text = (
-            "OneBitAdam does not clip: after freeze_step DeepSpeed clips the gradient"
-        )
+        text = f"{name} does not clip: after its warm-up DeepSpeed clips the gradient"
         yield kind, f"{text} of each device by its own norm. Remove gradient_clipping."
     if config.may_skip:
-        text = "OneBitAdam keeps what was lost of momenta, also of those that fp16 or"
+        text = f"{name} keeps what signs lost, also of steps that fp16 or"
         yield kind, f"{text} skip_nonfinite may skip or scale anew. Use bf16 alone."
     tiers = {config.param_tier, config.optimizer_tier}
     if config.execution not in ("auto", "fused") or not tiers <= {None, Tier.DEVICE}:
-        text = "OneBitAdam runs in fused steps, with everything on the device"
+        text = f"{name} runs in fused steps, with everything on the device"
         yield kind, f"{text}. Use execution: fused, without offloading."
     is_given = "steps" in config.run.model_fields_set
-    if is_given and config.run.steps and params.freeze_step >= config.run.steps:
-        path = ("optimizer", "params", "freeze_step")
-        text = f"is {params.freeze_step:,}, and the run ends at step"
-        yield path, f"{text} {config.run.steps:,}. Lower it, or use Adam."
+    if is_given and config.run.steps and warm_up >= config.run.steps:
+        text = f"is {warm_up:,}, and the run ends at step {config.run.steps:,}, before"
+        yield warm_up_path, f"{text} any signs. Lower it, or use another optimizer."
 
 
 def _execution(config: Settings) -> Iterator[Violation]:
@@ -160,7 +186,7 @@ def _summing(config: Settings) -> Iterator[Violation]:
         return
     found = {
         "execution: offloaded": config.execution == "offloaded",
-        "OneBitAdam": config.one_bit is not None,
+        "an optimizer that sends signs": config.compressed is not None,
         "zero_quantized_gradients": config.quantizes_gradients,
         "fp16 or skip_nonfinite": config.may_skip,
     }
@@ -460,7 +486,7 @@ RULES: tuple[Callable[[Settings], Iterator[Violation]], ...] = (
     _memory,
     _mesh,
     _execution,
-    _one_bit,
+    _compressed,
     _summing,
     _training,
     _model,

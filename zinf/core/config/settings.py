@@ -14,7 +14,7 @@ from zinf.core.config.distillation import Distillation
 from zinf.core.config.dynamic_batching import DynamicBatching
 from zinf.core.config.efficiency import RESHAPE
 from zinf.core.config.grpo import Grpo
-from zinf.core.config.optimizer import OneBitAdamParams
+from zinf.core.config.optimizer import CompressedParams
 from zinf.core.config.pacing import Pacing, buckets
 from zinf.core.config.ppo import Ppo
 from zinf.core.config.precision import BF16, LossScaling
@@ -136,10 +136,10 @@ class Settings(DeepSpeedKeys):
         return self.zero_optimization.zero_quantized_gradients is True
 
     @property
-    def one_bit(self) -> OneBitAdamParams | None:
-        """The parameters of OneBitAdam, if that is the optimizer."""
+    def compressed(self) -> CompressedParams | None:
+        """The optimizer's parameters, if it sends signs in place of gradients."""
         params = None if self.optimizer is None else self.optimizer.params
-        return params if isinstance(params, OneBitAdamParams) else None
+        return params if isinstance(params, CompressedParams) else None
 
     @property
     def param_tier(self) -> Tier | None:

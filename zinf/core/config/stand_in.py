@@ -8,19 +8,7 @@ from typing import Any
 from zinf.core.config.arguments import OPTIMIZER, section_at
 from zinf.core.config.messages import Notice
 
-_COMPRESSED = "cuda_aware comm_backend_name"
 STAND_INS = {
-    # These approximate the other optimizer with fewer bytes exchanged. The parameters
-    # that control the approximation are dropped.
-    "ZeroOneAdam": (
-        "Adam",
-        "var_freeze_step var_update_scaler local_step_scaler local_step_clipper "
-        f"{_COMPRESSED}",
-    ),
-    "OneBitLamb": (
-        "Lamb",
-        f"freeze_step coeff_beta factor_max factor_min factor_threshold {_COMPRESSED}",
-    ),
     # The same update rules, with learning rates that depend on each layer's width.
     "MuAdam": ("Adam", ""),
     "MuAdamW": ("AdamW", ""),

@@ -307,7 +307,7 @@ fp32_optimizer_states=true: Moments in the compute dtype; set moments to bfloat1
 
 [optimizer.params of OneBitAdam] without meaning under XLA
 cuda_aware comm_backend_name: XLA sends the signs.
-bias_correction: DeepSpeed's OneBitAdam reads this key and never uses it.
+bias_correction: DeepSpeed's OneBitAdam, OneBitLamb and ZeroOneAdam never use it.
 
 [optimizer.params of OneBitAdam] unsupported
 eps_inside_sqrt=false: It adds eps to the root, as DeepSpeed's does.

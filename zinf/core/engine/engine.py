@@ -440,9 +440,11 @@ class Engine(ForwardOnly, Verbs):
         return metrics
 
     def _reset_errors(self) -> None:
-        """Forget, every so many steps, what exchanges of gradients lost."""
+        """Forget, before some steps, what exchanges of gradients lost."""
         every = self.config.zero_optimization.reset_errors_every
-        if every is not None and self.num_steps and self.num_steps % every == 0:
+        is_due = bool(every and self.num_steps and self.num_steps % every == 0)
+        compression = self.planner.rule.compression
+        if is_due or (compression is not None and compression.forgets(self.num_steps)):
             set_to_zero(self._runners.residents, Role.ERROR)
 
     def _other_loss(self, loss: Callable, has_aux: bool) -> OtherLoss:

@@ -11,16 +11,24 @@ import optax
 from jax.sharding import Mesh
 
 from zinf.core.config import Config, notices
+from zinf.core.config.rules import compressed_violations
 from zinf.core.engine.engine import Engine
 from zinf.core.machine.devices import on_devices
 from zinf.core.optim.separate import Separated, separate
+from zinf.core.optim.transforms.compressed import compression_of
 from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.core.plan import Plan
 from zinf.core.problem.arguments import check_arguments
 from zinf.core.problem.problem import Problem, make_problem
 from zinf.core.problem.user_loss import UserLoss
 from zinf.core.process.jax_modes import Modes
-from zinf.core.sharding import AxisRule, Blocks, Nibbles, Signs, axis_rule
+from zinf.core.sharding import (
+    AbstractCompression,
+    AxisRule,
+    Blocks,
+    Nibbles,
+    axis_rule,
+)
 from zinf.core.sharding.axes import rewritten
 from zinf.core.sharding.mesh import TENSOR, axis_size, first_cpu, local_devices
 from zinf.core.step.attention import AttentionRows, place_of, with_rows
@@ -197,7 +205,7 @@ def make_planner(
         encoding=Blocks() if config.quantizes_weights else None,
         cuts_experts=_cuts_experts(config, mesh),
         gradient_encoding=_gradient_encoding(config),
-        signs=_signs(config) if is_of_config else None,
+        compression=_compression(tx, config, is_of_config),
     )
     with modes.own():
         problem = make_problem(
@@ -217,14 +225,15 @@ def make_planner(
         key = None if rng is None else jax.eval_shape(lambda: rng)
     group = _alone() if group is None else group
     if config.forward_backward:
-        _check_sums(separated, group)
+        _check_sums(separated, rule, group)
     return Planner(problem, separated, config, rule, key, rows, group, topology)
 
 
-def _check_sums(separated: Separated, group: AbstractGroup) -> None:
+def _check_sums(separated: Separated, rule: AxisRule, group: AbstractGroup) -> None:
     """Refuse what gradients are not summed for over several batches yet."""
     found = {
         "an optimizer that reads the value of the loss": separated.reads_loss,
+        "an optimizer that sends signs": rule.compression is not None,
         f"{group.count} processes": group.count > 1,
     }
     for what in (what for what, is_so in found.items() if is_so):
@@ -235,10 +244,20 @@ def _check_sums(separated: Separated, group: AbstractGroup) -> None:
         )
 
 
-def _signs(config: Config) -> Signs | None:
-    """How momenta are averaged by their signs; None: gradients are averaged."""
-    params = config.one_bit
-    return None if params is None else Signs(params.betas[0], params.freeze_step)
+def _compression(
+    tx: optax.GradientTransformation, config: Config, is_of_config: bool
+) -> AbstractCompression | None:
+    """What the optimizer sends by its signs; None: it sends gradients as they are.
+
+    Raises:
+        ValueError: a transform that was given in Python cannot be with the config.
+    """
+    found = compression_of(tx)
+    if found is not None and not is_of_config:
+        asked = found.name, found.warm_up, found.largest_stage
+        for _, text in compressed_violations(config, *asked):
+            raise ValueError(f"The optimizer of this engine: {text}")
+    return found
 
 
 def _gradient_encoding(config: Config) -> Nibbles | None:

@@ -11,6 +11,7 @@ from zinf.core.optim.separate import Separated as Separated
 from zinf.core.optim.separate import SharedState as SharedState
 from zinf.core.optim.separate import State as State
 from zinf.core.optim.separate import separate as separate
+from zinf.core.optim.transforms.compressed import compressed as compressed
 from zinf.core.optim.transforms.factory import build_optimizer as build_optimizer
 from zinf.core.optim.transforms.factory import build_schedule as build_schedule
 from zinf.core.optim.transforms.group_lasso import Member as Member

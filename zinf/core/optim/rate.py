@@ -18,7 +18,7 @@ SCALED = "scale.<locals>.update_fn"
 def rate_of(tx: optax.GradientTransformation) -> Callable[[Any], Any] | None:
     """The learning rate by the number of updates done; None if it is not known."""
     schedules, factors = [], []
-    for function, cells in _functions(tx):
+    for function, cells in functions_of(tx):
         if function.__qualname__ == SCHEDULED:
             schedules.append(cells["learning_rate"])
         elif function.__qualname__ == SCALED and isinstance(cells["step_size"], float):
@@ -31,7 +31,7 @@ def rate_of(tx: optax.GradientTransformation) -> Callable[[Any], Any] | None:
     return None
 
 
-def _functions(tx: Any) -> Iterator[tuple[FunctionType, dict[str, Any]]]:
+def functions_of(tx: Any) -> Iterator[tuple[FunctionType, dict[str, Any]]]:
     """The functions that a transform consists of, each with what it closes over."""
     waiting, seen = deque(tx), set()
     while waiting:

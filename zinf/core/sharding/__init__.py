@@ -21,10 +21,11 @@ from zinf.core.sharding.rule import (
     num_data_parallel,
     rows_of_process,
 )
-from zinf.core.sharding.signs import Signs
+from zinf.core.sharding.signs import AbstractCompression, Phase
 from zinf.core.sharding.wire import as_cut, cut, gather
 
 __all__ = [
+    "AbstractCompression",
     "AbstractParts",
     "ArrayEntry",
     "AxisRule",
@@ -35,7 +36,7 @@ __all__ = [
     "Layouts",
     "Nibbles",
     "Parts",
-    "Signs",
+    "Phase",
     "as_cut",
     "axis_rule",
     "batch_dims",

@@ -15,7 +15,7 @@ from zinf.core.sharding.layout import Layout
 from zinf.core.sharding.mesh import Dim, make_mesh, replicated
 from zinf.core.sharding.parts import AbstractParts, Parts
 from zinf.core.sharding.rule import STATE_STAGE, AxisRule, axis_rule
-from zinf.core.sharding.signs import SignedParts
+from zinf.core.sharding.signs import Phase
 
 ENCODED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -51,6 +51,7 @@ class Layouts:
         gradients: layouts of the gradients of parameters, by path.
         parts: of those, the gradients that may be parts until they are exchanged.
         values: layouts of the values that cross cuts, by name.
+        by_signs: the leaves of which an optimizer sends signs in some steps.
     """
 
     rule: AxisRule
@@ -58,6 +59,7 @@ class Layouts:
     gradients: Mapping[str, Layout]
     values: Mapping[str, Layout]
     parts: Mapping[str, AbstractParts] = field(default_factory=dict)
+    by_signs: frozenset[str] = frozenset()
 
     @property
     def mesh(self) -> Mesh:
@@ -81,6 +83,17 @@ class Layouts:
         found = self.parts.get(array.path)
         return None if found is None else found.piece(array.rows)
 
+    def in_phase(self, phase: Phase) -> "Layouts":
+        """The same arrays, with gradients as an optimizer sends them in a phase."""
+        compression = self.rule.compression
+        assert compression is not None
+        found = {
+            path: compression.parts(one.total, phase)
+            for path, one in self.parts.items()
+        }
+        parts = {path: one for path, one in found.items() if one is not None}
+        return replace(self, parts=parts)
+
     @property
     def specs(self) -> dict[ArrayId, ArraySpec]:
         """The spec of every persistent array as a whole."""
@@ -99,10 +112,13 @@ class Layouts:
         """The layout of the part of a gradient that each device updates alone.
 
         None if a device holds no more than that: before stage 1 each device updates
-        everything, and from stage 2 on it has only its own part of a gradient.
+        everything, and from stage 2 on it has only its own part of a gradient. None
+        also of leaves that go by signs, since each device updates the whole momentum.
         """
         layout = self.of(gradient.whole)
         if self.rule.stage < STATE_STAGE or layout.share == layout.device:
+            return None
+        if gradient.path in self.by_signs:
             return None
         return replace(layout, device=layout.share)
 
@@ -250,6 +266,7 @@ def persistent_layouts(
     divided: Mapping[str, Mapping[int, Dim]] = MappingProxyType({}),
     indivisible: Collection[str] = (),
     trained: Collection[str] | None = None,
+    read: Collection[ArrayId] = (),
 ) -> Layouts:
     """The table of persistent arrays, with the gradients of parameters.
 
@@ -260,6 +277,7 @@ def persistent_layouts(
             stage, the dims that are cut (`axes.experts`).
         indivisible: leaves that are updated as wholes and therefore never padded.
         trained: leaves whose gradients may be parts; None: all.
+        read: state that exchanges of parts read: every device has it whole.
     """
     arrays, gradients, parts = {}, {}, {}
     for array, spec in specs.items():
@@ -287,14 +305,19 @@ def persistent_layouts(
                     size = jnp.dtype(one.error_dtype).itemsize
                     kind = ArraySpec(error.shape, one.error_dtype, size)
                     arrays[its] = ArrayEntry(kind, error)
-    return Layouts(rule, arrays, gradients, {}, parts)
+    for array in read:
+        if array.path in parts:
+            entry = arrays[array]
+            whole = replace(entry.layout, device=entry.layout.computed)
+            arrays[array] = replace(entry, layout=whole)
+    by_signs = frozenset() if rule.compression is None else frozenset(parts)
+    return Layouts(rule, arrays, gradients, {}, parts, by_signs)
 
 
 def _parts(total: Layout, rule: AxisRule) -> AbstractParts | None:
     """How devices exchange parts of a gradient; None if encoding saves no bytes."""
-    if rule.signs is not None:
-        is_worth_it = rule.signs.is_worth_it(total, rule.mesh.size)
-        return SignedParts(total, rule.signs) if is_worth_it else None
+    if rule.compression is not None:
+        return rule.compression.parts(total, rule.compression.phases[0])
     encoding = rule.gradient_encoding
     if encoding is None or total.is_gathered or len(total.shape) < 2:
         return None

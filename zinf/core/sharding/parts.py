@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zinf.core.program import Rows
@@ -67,14 +68,28 @@ class AbstractParts(ABC):
     @abstractmethod
     def exchange(
         self, parts: Any, errors: Sequence[Any], dtype: Any, state: Any = None
-    ) -> tuple[Any, list[Any]]:
-        """The gradient in its device form, and the new errors; traceable.
+    ) -> tuple[Any, list[Any], Any]:
+        """The gradient in its device form, new errors, and the new state; traceable.
 
         Args:
             errors: in the layouts of `errors`.
             dtype: of the gradient; sums are in float32.
-            state: whole, before the step, if `self.state` names one.
+            state: whole, before the step, if `self.state` names one. The new state is
+                what the update of the gradient makes of it; None without one.
         """
+
+    def error_shapes(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the errors of so many devices, if `joined` takes them."""
+        del count
+        return ()
+
+    def joined(self, slot: int, errors: np.ndarray) -> np.ndarray:
+        """The errors of the devices of this mesh, from those of another number.
+
+        Args:
+            slot: the number of `errors` among those of another mesh.
+        """
+        raise NotImplementedError
 
     def piece(self, rows: Rows) -> Self:
         """The parts of these rows of the gradient."""
@@ -113,7 +128,7 @@ class Parts(AbstractParts):
 
     def exchange(
         self, parts: Any, errors: Sequence[Any], dtype: Any, state: Any = None
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, list[Any], Any]:
         mesh, entry = self._levels, (NODE, LOCAL)
         before = PartitionSpec(None, entry)
         after = PartitionSpec(*[None] * self._cut_dim, entry)
@@ -131,7 +146,7 @@ class Parts(AbstractParts):
         constrained = jax.lax.with_sharding_constraint
         pairs = zip(new, self.errors, strict=True)
         new = [constrained(error, layout.device) for error, layout in pairs]
-        return constrained(total.astype(dtype), self.total.device), new
+        return constrained(total.astype(dtype), self.total.device), new, None
 
     def _exchange_here(self, own: Any, *errors: Any) -> tuple[Any, list[Any]]:
         """One device's rows of the sum in float32, and its new errors."""

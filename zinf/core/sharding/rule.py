@@ -33,7 +33,7 @@ from zinf.core.sharding.mesh import (
     axis_size,
     local_devices,
 )
-from zinf.core.sharding.signs import Signs
+from zinf.core.sharding.signs import AbstractCompression
 
 STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
 # A shard narrower than this along the last dim wastes lanes of a TPU.
@@ -57,7 +57,7 @@ class AxisRule:
         gradient_encoding: what parts of gradients are sent as; None leaves sums over
             devices to the compiler.
         node_size: devices that exchange parts of gradients first.
-        signs: how momenta are averaged by their signs, in place of gradients.
+        compression: what devices send by its signs, in place of gradients.
         divided: dims of the arrays that their own axes cut in every form of the array,
             such as `Dim.EXPERTS`. ZeRO cuts the arrays along the other axes alone,
             since devices along `expert` have other experts (DeepSpeed-MoE's expert-data
@@ -72,7 +72,7 @@ class AxisRule:
     cuts_experts: bool = False
     gradient_encoding: Nibbles | None = None
     node_size: int = 1
-    signs: Signs | None = None
+    compression: AbstractCompression | None = None
     divided: frozenset[Dim] = frozenset()
 
     def dividing(self, dims: Iterable[Dim]) -> "AxisRule":
@@ -175,7 +175,7 @@ def axis_rule(
     encoding: Blocks | None = None,
     cuts_experts: bool = False,
     gradient_encoding: Nibbles | None = None,
-    signs: Signs | None = None,
+    compression: AbstractCompression | None = None,
 ) -> AxisRule:
     """The rule of a ZeRO stage on a mesh.
 
@@ -203,10 +203,10 @@ def axis_rule(
             _check_within_processes(mesh, others, f"{what} is on", instead)
     if not axes_of(mesh, Dim.ROWS):
         encoding = gradient_encoding = None
-    if signs is not None and mesh.size == 1:
-        signs = None
-    if signs is not None:
-        _check_exchange(mesh, "OneBitAdam averages momenta")
+    if compression is not None and mesh.size == 1:
+        compression = None
+    if compression is not None:
+        _check_exchange(mesh, f"{compression.name} averages by signs")
     node_size = 1
     if gradient_encoding is not None:
         what = "zero_quantized_gradients exchanges gradients"
@@ -221,7 +221,7 @@ def axis_rule(
         cuts_experts,
         gradient_encoding,
         node_size,
-        signs,
+        compression,
     )
 
 

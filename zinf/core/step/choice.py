@@ -34,7 +34,7 @@ def choose(
     Raises:
         InfeasibleError: no plan fits the budgets.
     """
-    mode = setup.config.execution if setup.rule.signs is None else "fused"
+    mode = setup.config.execution if setup.rule.compression is None else "fused"
     if mode == "offloaded" or is_in_stacks:
         return offload(setup, request), ""
     is_open = mode == "auto" and request.homes is None and setup.computes_elsewhere

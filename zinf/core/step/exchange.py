@@ -63,8 +63,7 @@ def exchange_in_words(
     ]
     rest = f"; as they are, {' and '.join(plain)}" if plain else ""
     count = len(trained) - len(small) - len(others)
-    signs = layouts.rule.signs
-    if signs is not None:
-        after = f"After {signs.freeze_step:,} updates, momenta"
-        return f"{after} of {count} leaves are averaged by their signs{rest}."
+    compression = layouts.rule.compression
+    if compression is not None:
+        return f"{compression.in_words(count)}{rest}."
     return f"Gradients of {count} leaves are exchanged as 4-bit integers{rest}."

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -82,7 +81,11 @@ def _compile(parts: AbstractParts, dtype: Any, total_dtype: Any) -> Any:
 
     errors = [placed(layout, parts.error_dtype) for layout in parts.errors]
     results = parts.total.device, [layout.device for layout in parts.errors]
-    run = partial(parts.exchange, dtype=total_dtype)
+
+    def run(own: Any, errors: Any) -> tuple[Any, list[Any]]:
+        total, new, _ = parts.exchange(own, errors, total_dtype)
+        return total, new
+
     jitted = jax.jit(run, out_shardings=results, donate_argnums=1)
     given = placed(parts.layout, dtype), errors
     return compile_for(parts.mesh, jitted.lower(*given))

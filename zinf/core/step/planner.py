@@ -96,7 +96,7 @@ class Planner(Setup):
 
     def _exchange(self, made: AbstractPrepared) -> str:
         """How gradients go between devices, as a sentence; empty if all as they are."""
-        if self.rule.gradient_encoding is None and self.rule.signs is None:
+        if self.rule.gradient_encoding is None and self.rule.compression is None:
             return ""
         trained = [leaf.path for leaf in self.separated.leaves]
         return exchange_in_words(trained, made.layouts, made.in_parts)

@@ -261,13 +261,17 @@ class Setup:
             source: the training loss. It shows which leaves are stacked over layers,
                 and which over experts.
         """
+        leaves, compression = self.separated.leaves, self.rule.compression
+        name = "" if compression is None else compression.state
+        read = [x.named_states()[name].array(x.path) for x in leaves if name]
         return persistent_layouts(
             array_specs(self.problem, self.separated),
             self.rule,
+            read=read,
             layers=read_by_row(source.graph, source.params),
             divided=divided_dims(source.graph, source.params, self.rule),
-            indivisible={x.path for x in self.separated.leaves if not x.is_elementwise},
-            trained={x.path for x in self.separated.leaves},
+            indivisible={x.path for x in leaves if not x.is_elementwise},
+            trained={x.path for x in leaves},
         )
 
     # The machine.

@@ -21,17 +21,23 @@ from zinf.core.config.optimizer import (
     LionParams,
     MuonParams,
     OneBitAdamParams,
+    OneBitLambParams,
     Optimizer,
     OptimizerParams,
     SGDParams,
+    ZeroOneAdamParams,
 )
 from zinf.core.config.pace import Pace, counted_steps
 from zinf.core.config.scheduler import OneCycleParams
 from zinf.core.optim.average import with_ema, with_reference
+from zinf.core.optim.transforms.compressed import (
+    scale_by_frozen_adam,
+    scale_by_frozen_lamb,
+    scale_by_zero_one_adam,
+)
 from zinf.core.optim.transforms.rules import (
     scale_by_adagrad,
     scale_by_clipped_trust_ratio,
-    scale_by_frozen_adam,
     scale_by_muon,
 )
 from zinf.core.optim.transforms.schedules import beta_of, schedule_of
@@ -39,6 +45,8 @@ from zinf.core.optim.transforms.small_state import (
     scale_by_adam_8bit,
     scale_by_adam_bfloat16,
 )
+from zinf.core.sharding.local_steps import LocalSteps
+from zinf.core.sharding.signs import Momenta
 
 ONE_CYCLE_SECOND_BETA = 0.99  # what DeepSpeed's OneCycle sets beside the moving beta
 NOT_HIDDEN = ("embed", "lm_head")
@@ -96,8 +104,14 @@ def _without_average(
             rule = _adam(params, config)
             return _chain(rule, params, schedule, is_decoupled=is_decoupled)
         case OneBitAdamParams():
-            rest = {"eps": params.eps, "freeze_step": params.freeze_step}
-            return _chain(scale_by_frozen_adam(*params.betas, **rest), params, schedule)
+            b1, b2 = params.betas
+            momenta = Momenta(optimizer.type, b1, params.freeze_step)
+            rule = scale_by_frozen_adam(momenta, b2, eps=params.eps)
+            return _chain(rule, params, schedule)
+        case OneBitLambParams():
+            return _one_bit_lamb(params, schedule)
+        case ZeroOneAdamParams():
+            return _zero_one_adam(params, schedule)
         case SGDParams():
             has_momentum = params.momentum > 0
             trace = optax.trace(params.momentum, nesterov=params.nesterov)
@@ -227,6 +241,41 @@ def _lamb(params: LambParams, schedule: optax.Schedule) -> optax.GradientTransfo
     )
     decay = optax.add_decayed_weights(params.weight_decay)
     return optax.chain(adam, decay, trust, optax.scale_by_learning_rate(schedule))
+
+
+def _one_bit_lamb(
+    params: OneBitLambParams, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    b1, b2 = params.betas
+    rule = scale_by_frozen_lamb(
+        Momenta("OneBitLamb", b1, params.freeze_step),
+        b2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        coefficients=(params.min_coeff, params.max_coeff),
+        coeff_beta=params.coeff_beta,
+        factors=(params.factor_min, params.factor_max),
+        factor_threshold=params.factor_threshold,
+    )
+    return optax.chain(rule, optax.scale_by_learning_rate(schedule))
+
+
+def _zero_one_adam(
+    params: ZeroOneAdamParams, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    b1, b2 = params.betas
+    steps = LocalSteps(
+        "ZeroOneAdam",
+        b1,
+        params.eps,
+        params.weight_decay,
+        params.var_freeze_step,
+        params.var_update_scaler,
+        params.local_step_scaler,
+        params.local_step_clipper,
+    )
+    rule = scale_by_zero_one_adam(steps, b2, eps=params.eps)
+    return _chain(rule, params, schedule)
 
 
 def _muon(

@@ -48,38 +48,6 @@ def scale_by_adagrad(*, eps: float, initial: float) -> optax.GradientTransformat
     return optax.GradientTransformation(init, update)
 
 
-def scale_by_frozen_adam(
-    b1: float, b2: float, *, eps: float, freeze_step: int
-) -> optax.GradientTransformation:
-    """Adam without bias correction, whose second moment stays after so many updates.
-
-    It is what DeepSpeed's OneBitAdam does with a gradient.
-    """
-
-    def init(params: optax.Params) -> optax.ScaleByAdamState:
-        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
-
-    def update(
-        updates: optax.Updates,
-        state: Any,
-        params: Any = None,
-    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
-        del params
-        is_frozen = state.count >= freeze_step
-
-        def second(v: jax.Array, g: jax.Array) -> jax.Array:
-            return jnp.where(is_frozen, v, b2 * v + (1 - b2) * g * g)
-
-        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
-        nu = jax.tree.map(second, state.nu, updates)
-        scaled = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
-        count = optax.safe_increment(state.count)
-        return scaled, optax.ScaleByAdamState(count, mu, nu)
-
-    return optax.GradientTransformation(init, update)
-
-
 def scale_by_clipped_trust_ratio(
     *, smallest: float, largest: float
 ) -> optax.GradientTransformation:

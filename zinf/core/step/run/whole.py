@@ -123,7 +123,8 @@ class WholeRunner(AbstractRunner):
         weight = self.step_weight(batch, keys)
         scale = np.float32(loss_scale), np.float32(weight)
         scalars = advance.before if advance.reads_step else advance.values(0.0)
-        inputs = (*self.inputs(batch, self.spec, keys), list(scalars), *scale)
+        scalars = [*scalars, *self.rates(record.number)]
+        inputs = (*self.inputs(batch, self.spec, keys), scalars, *scale)
         outputs: dict[str, Any] = {}
 
         def execute(instruction: Instruction) -> None:
@@ -144,6 +145,11 @@ class WholeRunner(AbstractRunner):
             skips_overflow=self.skips_overflow,
         )
         return outcome_of(record, outputs["extra"])
+
+    def rates(self, number: int) -> tuple[Any, ...]:
+        """What a step reads after the step values; see `AbstractCompression.rates`."""
+        del number
+        return ()
 
     @abstractmethod
     def execute(
@@ -178,6 +184,14 @@ class FusedRunner(WholeRunner):
         super().__init__(fused, setup, *rest)
         self.program = fused.program
         self._evaluate = fused_evaluation(setup.problem, fused.layouts)
+        self._compression = fused.layouts.rule.compression
+        self._rate = setup.separated.rate
+
+    def rates(self, number: int) -> tuple[Any, ...]:
+        if self._compression is None or not self._compression.num_rates:
+            return ()
+        assert self._rate is not None
+        return tuple(map(np.float32, self._compression.rates(number, self._rate)))
 
     def execute(
         self, instruction: Instruction, inputs: Any, record: StepRecord
@@ -191,8 +205,10 @@ class FusedRunner(WholeRunner):
             batches, keys, *scalars = inputs
             placed = *self.placed(batches, self.spec, keys), *scalars
             record.is_mixed = True
-            step = self.program.at(record.number)
-            results, outputs = step(arrays, *placed)
+            program = self.program.step
+            if self._compression is not None:
+                program = self.program.of(self._compression.phase(record.number))
+            results, outputs = program(arrays, *placed)
             del arrays
             for array, content in zip(self.program.arrays, results, strict=True):
                 device.write(array, content).result()

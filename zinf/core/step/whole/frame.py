@@ -33,7 +33,8 @@ class Frame:
 
     `scalars` are the step values. If the optimizer reads the loss, or clips some leaves
     apart, they are its shared state instead, and `outputs["shared"]` is the shared
-    state of the next step.
+    state of the next step. After them come the rates of a compression
+    (`AbstractCompression.rates`).
 
     Attributes:
         batch: shapes and dtypes of one microbatch.
@@ -55,6 +56,10 @@ class Frame:
         scalars = separated.step_value_specs
         if separated.reads_step:
             scalars = separated.shared_specs
+        compression = self.layouts.rule.compression
+        if compression is not None:
+            rate = jax.ShapeDtypeStruct((), jnp.float32)
+            scalars = (*scalars, *(rate,) * compression.num_rates)
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         batch, keys = map(self._stacked, (self.batch, self.key))
         shardings = batch_shardings(self.batch, self.layouts)

@@ -7,7 +7,7 @@ are sharded like the optimizer state before the update.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,11 +18,12 @@ from zinf.core.optim.squares import root
 from zinf.core.optim.update import update_function
 from zinf.core.problem.problem import Problem
 from zinf.core.program import ArrayId, Role
-from zinf.core.sharding import Layouts, as_cut, gather
+from zinf.core.sharding import Layouts, Phase, as_cut, gather
 from zinf.core.sharding.mesh import replicated
 from zinf.core.step.sums import sum_squares
 from zinf.core.step.whole.frame import Frame
 from zinf.core.step.whole.gradients import accumulated_gradients, exchanged
+from zinf.core.step.whole.local import local_step
 from zinf.core.topology import memory
 
 Arrays = Mapping[ArrayId, Any]
@@ -33,51 +34,53 @@ class FusedProgram:
     """The compiled step; its only group of arrays is all of `arrays` (`Frame`).
 
     Attributes:
-        warm_up: the first steps run this program instead, as many as `warm_up_steps`.
+        others: programs of the same arrays, each for the steps of another phase.
     """
 
     step: jax.stages.Compiled
     arrays: tuple[ArrayId, ...]
     workspace_bytes: int
     flops: int
-    warm_up: jax.stages.Compiled | None = None
-    warm_up_steps: int = 0
+    others: Mapping[Phase, jax.stages.Compiled] = field(default_factory=dict)
 
-    def at(self, number: int) -> jax.stages.Compiled:
-        """The program of a step, by the number of steps before it."""
-        if self.warm_up is None or number >= self.warm_up_steps:
-            return self.step
-        return self.warm_up
+    def of(self, phase: Phase) -> jax.stages.Compiled:
+        """The program of the steps of a phase."""
+        return self.others.get(phase, self.step)
 
 
 def compile_fused(frame: Frame, *, is_of_sums: bool = False) -> FusedProgram:
     """Compiles the fused step for one mesh and shape of microbatch.
 
+    If an optimizer sends signs in some steps, there is a program for each phase; that
+    of its first phase is `FusedProgram.step`.
+
     Args:
         is_of_sums: gradients are not computed: they are the sums at rest (`Role.SUM`).
     """
-    gradients = _sums if is_of_sums else _of_batch
-    program, signs = _compile(frame, gradients), frame.layouts.rule.signs
-    if signs is None:
-        return program
-    without_parts = replace(frame, layouts=replace(frame.layouts, parts={}))
-    warm_up = _compile(without_parts, gradients)
+    compression = frame.layouts.rule.compression
+    if compression is None:
+        return _compile(frame, _step(frame, _sums if is_of_sums else _of_batch))
+    programs = {}
+    for phase in compression.phases:
+        its = replace(frame, layouts=frame.layouts.in_phase(phase))
+        step = local_step(its, phase) if phase.is_local else _step(its, _of_batch)
+        programs[phase] = _compile(its, step)
+    first, *rest = compression.phases
     return replace(
-        program,
-        warm_up=warm_up.step,
-        warm_up_steps=signs.freeze_step,
-        workspace_bytes=max(program.workspace_bytes, warm_up.workspace_bytes),
+        programs[first],
+        others={phase: programs[phase].step for phase in rest},
+        workspace_bytes=max(one.workspace_bytes for one in programs.values()),
     )
 
 
 def _of_batch(
     frame: Frame, arrays: Arrays, batch: Any, keys: Any, seed: Any
 ) -> tuple[dict[str, Any], Any, Any, Arrays]:
-    """`(gradients, losses, extra, new errors)` of a batch."""
+    """`(gradients, losses, extra, replaced)` of a batch; see `exchanged`."""
     params = {p: arrays[ArrayId(Role.PARAM, p)] for p in frame.problem.params}
     grads, losses, extra = accumulated_gradients(frame, params, batch, keys, seed)
-    grads, errors = exchanged(frame, grads, arrays)
-    return grads, losses, extra, errors
+    grads, replaced = exchanged(frame, grads, arrays)
+    return grads, losses, extra, replaced
 
 
 def _sums(
@@ -90,7 +93,27 @@ def _sums(
     return grads, jnp.zeros((1,), jnp.float32), {}, {}
 
 
-def _compile(frame: Frame, gradients: Callable) -> FusedProgram:
+def _compile(frame: Frame, step: Callable) -> FusedProgram:
+    layouts = frame.layouts
+    forms = [layouts.of(array).device for array in layouts.arrays]
+    values = [
+        jax.ShapeDtypeStruct(entry.layout.padded, entry.spec.dtype, sharding=form)
+        for entry, form in zip(layouts.arrays.values(), forms, strict=True)
+    ]
+    compiled = frame.compile(step, [values], forms)
+    found = memory(compiled)
+    workspace = found.temp_bytes + found.output_bytes - found.alias_bytes
+    cost = compiled.cost_analysis() or {}
+    flops, ids = int(cost.get("flops", 0)), tuple(layouts.arrays)
+    return FusedProgram(compiled, ids, workspace + frame.input_bytes, flops)
+
+
+def _step(frame: Frame, gradients: Callable) -> Callable:
+    """The step of a frame, to be compiled, in which all devices do the same updates.
+
+    Args:
+        gradients: `_of_batch`, or `_sums`.
+    """
     problem, separated, layouts = frame.problem, frame.separated, frame.layouts
     updates = _leaf_updates(problem, separated, layouts)
     own_parts = {
@@ -98,6 +121,8 @@ def _compile(frame: Frame, gradients: Callable) -> FusedProgram:
         for leaf in separated.leaves
     }
     ids = tuple(layouts.arrays)
+    compression = layouts.rule.compression
+    num_rates = 0 if compression is None else compression.num_rates
 
     def step(
         values: Sequence[Any],
@@ -109,7 +134,7 @@ def _compile(frame: Frame, gradients: Callable) -> FusedProgram:
     ) -> tuple[list[Any], Mapping[str, Any]]:
         arrays = dict(zip(ids, values, strict=True))
         given = arrays, batch, keys, loss_scale / weight
-        grads, losses, extra, errors = gradients(frame, *given)
+        grads, losses, extra, replaced = gradients(frame, *given)
         for path, part in own_parts.items():
             if part is not None:
                 grads[path] = as_cut(grads[path], part.device)
@@ -121,25 +146,17 @@ def _compile(frame: Frame, gradients: Callable) -> FusedProgram:
             for group in separated.norm_groups.paths
         ]
         norms = [norm.astype(jnp.float32) for norm in norms]
-        shared, step_values = frame.step_values(scalars, losses, weight, norms)
-        new = arrays | errors
+        own = scalars[: len(scalars) - num_rates]
+        shared, step_values = frame.step_values(own, losses, weight, norms)
+        new = dict(arrays)
         for update in updates:
             new.update(update(arrays, grads, factor, step_values))
+        new |= replaced
         kept = [jnp.where(is_finite, new[a], arrays[a]) for a in ids]
         outputs = {"losses": losses, "judged": judged, "extra": extra}
         return kept, {**outputs, "shared": shared}
 
-    forms = [layouts.of(array).device for array in ids]
-    values = [
-        jax.ShapeDtypeStruct(entry.layout.padded, entry.spec.dtype, sharding=form)
-        for entry, form in zip(layouts.arrays.values(), forms, strict=True)
-    ]
-    compiled = frame.compile(step, [values], forms)
-    found = memory(compiled)
-    workspace = found.temp_bytes + found.output_bytes - found.alias_bytes
-    cost = compiled.cost_analysis() or {}
-    flops = int(cost.get("flops", 0))
-    return FusedProgram(compiled, ids, workspace + frame.input_bytes, flops)
+    return step
 
 
 def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:

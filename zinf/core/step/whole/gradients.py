@@ -9,6 +9,7 @@ program without `jax.checkpoint`. Where whole parameters do not fit, the step st
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,26 +52,37 @@ def accumulated_gradients(
     is_encoded = layouts.rule.encoding is not None or bool(layouts.parts)
     gradient_of = _of_wholes if is_encoded else _of_shards
     gradient = gradient_of(frame, params, seed)
+    zeros = partial(_zeros, frame, params)
+    return over_microbatches(frame, gradient, zeros, batch, keys)
+
+
+def over_microbatches(
+    frame: Frame, gradient: Gradient, zeros: Callable, batch: Any, keys: Any
+) -> tuple[dict[str, Any], Any, Any]:
+    """See `accumulated_gradients`.
+
+    Args:
+        zeros: makes the sums before the first of several microbatches.
+    """
     if frame.num_microbatches == 1:
         grads, (loss, extra) = gradient(*jax.tree.map(lambda x: x[0], (batch, keys)))
-        losses = loss[None]
         extra = jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
-    else:
+        return grads, loss[None], extra
 
-        def body(total: Any, microbatch: Any) -> tuple[Any, Any]:
-            grads, results = gradient(*microbatch)
-            add = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-            return add, results
+    def body(total: Any, microbatch: Any) -> tuple[Any, Any]:
+        grads, results = gradient(*microbatch)
+        add = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+        return add, results
 
-        zeros = _zeros(frame, params)
-        grads, (losses, extra) = jax.lax.scan(body, zeros, (batch, keys))
+    grads, (losses, extra) = jax.lax.scan(body, zeros(), (batch, keys))
     return grads, losses, extra
 
 
 def exchanged(
     frame: Frame, grads: Mapping[str, Any], arrays: Mapping[ArrayId, Any]
 ) -> tuple[dict[str, Any], dict[ArrayId, Any]]:
-    """The gradients in their device forms, and the new errors of their exchange.
+    """The gradients in their device forms, and what replaces the errors and the state
+    that their exchange reads.
 
     Args:
         grads: as `accumulated_gradients` returns them.
@@ -82,11 +94,14 @@ def exchanged(
         slots = range(len(parts.errors))
         errors = [ArrayId(Role.ERROR, path, slot=slot) for slot in slots]
         before, dtype = [arrays[a] for a in errors], grads[path].dtype
-        state = None
+        read = None
         if parts.state:
-            state = arrays[leaves[path].named_states()[parts.state].array(path)]
-        totals[path], after = parts.exchange(grads[path], before, dtype, state)
+            read = leaves[path].named_states()[parts.state].array(path)
+        state = None if read is None else arrays[read]
+        totals[path], after, state = parts.exchange(grads[path], before, dtype, state)
         new.update(zip(errors, after, strict=True))
+        if read is not None:
+            new[read] = state
     return totals, new
 
 
@@ -101,14 +116,18 @@ def _zeros(frame: Frame, params: Mapping[str, Any]) -> dict[str, Any]:
     return zeros
 
 
-def _loss(frame: Frame) -> Callable:
+def scaled_loss(frame: Frame, num_devices: int = 1) -> Callable:
     """`(trained params, others, seed, microbatch, key) -> scaled loss, (loss, extra)`.
 
     Parameters are whole.
+
+    Args:
+        num_devices: the loss is of the examples of one of so many devices, and its mean
+            over them that of all examples.
     """
     problem = frame.problem
 
-    def scaled_loss(
+    def scaled(
         values: Mapping[str, Any],
         others: Mapping[str, Any],
         seed: Any,
@@ -119,10 +138,12 @@ def _loss(frame: Frame) -> Callable:
         arguments = OrderedDict((p, known[p]) for p in problem.params)
         rest = () if key is None else (key,)
         loss, extra = problem.loss(arguments, microbatch, *rest)
+        if WEIGHT in extra:
+            loss = loss * num_devices  # It is a sum over examples.
         extra = {name: x for name, x in extra.items() if name != WEIGHT}
         return loss * seed.astype(loss.dtype), (loss, extra)
 
-    return scaled_loss
+    return scaled
 
 
 def _split(
@@ -135,7 +156,7 @@ def _split(
 
 def _of_shards(frame: Frame, params: Mapping[str, Any], seed: Any) -> Gradient:
     """The gradient of one microbatch, which gathers parameters in each pass."""
-    layouts, loss = frame.layouts, _loss(frame)
+    layouts, loss = frame.layouts, scaled_loss(frame)
     forms = {p: layouts.of(ArrayId(Role.PARAM, p)) for p in params}
     trained, others = _split(frame, params)
 
@@ -161,7 +182,7 @@ def _of_shards(frame: Frame, params: Mapping[str, Any], seed: Any) -> Gradient:
 
 def _of_wholes(frame: Frame, params: Mapping[str, Any], seed: Any) -> Gradient:
     """The gradient of one microbatch, of parameters that are gathered once."""
-    layouts, loss = frame.layouts, _loss(frame)
+    layouts, loss = frame.layouts, scaled_loss(frame)
     wholes = {
         p: gather(x, layouts.of(ArrayId(Role.PARAM, p))) for p, x in params.items()
     }
@@ -191,7 +212,7 @@ def _in_parts(
     """The paths of gradients that are parts, (devices, ...); gradients, and results.
 
     Args:
-        run: `arguments -> gradients, results`; `_loss` says what the arguments are.
+        run: `arguments -> gradients, results`, with the arguments of `scaled_loss`.
     """
     layouts = frame.layouts
     closed, shapes = trace(run, *arguments)
