@@ -56,14 +56,22 @@ def chats_with_images(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("sft", 2), ("sft", 4), ("lora", 2), ("dpo", 2), ("reward", 2), ("images", 2)],
+    [
+        ("sft", 2),
+        ("sft", 4),
+        ("lora", 2),
+        ("seq", 2),
+        ("dpo", 2),
+        ("reward", 2),
+        ("images", 2),
+    ],
 )
 def test_processes_tune_and_export_as_one(name, number, tmp_path):
     folder = model_folder(tmp_path)
     if name == "images":
         folder = images.model_folder("qwen2_vl", tmp_path / "seeing")
         data, more = chats_with_images(tmp_path), ["--sequence-length", 64]
-    elif name in ("sft", "lora"):
+    elif name in ("sft", "lora", "seq"):
         data, more = data_file(tmp_path, count=24), []
     else:
         data, more = write(tmp_path / "pairs.jsonl", PAIRS), ["--objective", name]
@@ -75,8 +83,9 @@ def test_processes_tune_and_export_as_one(name, number, tmp_path):
     for count in (1, number):
         output = tmp_path / f"tuned{count}"
         # Along tensor devices of one process, or of all.
-        parts = {"sft": 2, "lora": 2 * count}.get(name, 1)
-        rest = [*more, "--set", f"mesh.tensor={parts}"]
+        parts = {"sft": 2, "lora": 2 * count, "seq": 2 * count}.get(name, 1)
+        axis = "seq" if name == "seq" else "tensor"
+        rest = [*more, "--set", f"mesh.{axis}={parts}"]
         ended = finetune(folder, data, output, *rest, deeds=["nothing"] * count)
         for process in ended:
             assert process.code == 0, process.output

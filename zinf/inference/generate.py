@@ -473,12 +473,7 @@ class _Program:
     def run(self, inputs: Sequence[Mapping[str, np.ndarray]]) -> list[list[np.ndarray]]:
         """Run it; inputs and outputs are whole arrays, the same on all processes."""
         record, plan = StepRecord(), self.forward.plan
-        layouts = self.forward.layouts.values
-        own = [
-            {name: layouts[name].take_share(x) for name, x in leaves.items()}
-            for leaves in inputs
-        ]
-        outputs = self.passes.run_on(plan, self.work, own, (), None, record)
+        outputs = self.passes.run_on(plan, self.work, inputs, (), None, record)
         if record.interrupted:
             raise KeyboardInterrupt
         return [self.passes.wholes(m, arrays) for m, arrays in enumerate(outputs)]

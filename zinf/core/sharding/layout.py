@@ -146,6 +146,16 @@ class Layout:
         ]
         return np.pad(part, missing)
 
+    def own_of(self, content: np.ndarray) -> np.ndarray:
+        """The share of this process, of an array that has its part of some dims only.
+
+        Args:
+            content: of the leaves of a batch, a process gives its own rows, whole.
+        """
+        sizes = zip(content.shape, self.padded, self.box, strict=True)
+        inside = (slice(*span if n == whole else (None,)) for n, whole, span in sizes)
+        return content[(*inside, ...)]
+
     def unpadded(self, content: np.ndarray) -> np.ndarray:
         """The array without its padding; `content` has the shape `padded`."""
         return content[(*(slice(n) for n in self.shape), ...)]

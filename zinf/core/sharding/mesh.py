@@ -36,18 +36,16 @@ class InnerAxis(NamedTuple):
         divided: what its devices divide, for messages.
         dims: the logical dims that it cuts.
         has_examples: whether its devices compute other examples too.
-        of_one_process: one of what it divides, if its devices are of one process.
     """
 
     name: str
     divided: str
     dims: tuple[Dim, ...]
     has_examples: bool = False
-    of_one_process: str = ""
 
 
 INNER_AXES = (
-    InnerAxis(SEQ, "sequences", (Dim.SEQUENCE, Dim.HEADS), of_one_process="A sequence"),
+    InnerAxis(SEQ, "sequences", (Dim.SEQUENCE, Dim.HEADS)),
     # Devices with other experts compute other examples in the rest of a model.
     InnerAxis(EXPERT, "experts", (Dim.EXPERTS,), has_examples=True),
     InnerAxis(TENSOR, "weights", (Dim.CHANNELS,)),

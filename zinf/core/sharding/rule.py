@@ -180,8 +180,7 @@ def axis_rule(
     """The rule of a ZeRO stage on a mesh.
 
     Raises:
-        ValueError: a group of hpZ, or the devices that divide a sequence, are of
-            several processes.
+        ValueError: the devices of a group of hpZ are of several processes.
         NotImplementedError: both a sequence and weights are divided; parts of gradients
             would be exchanged between devices that divide more than examples.
     """
@@ -195,12 +194,6 @@ def axis_rule(
             f"mesh.tensor = {mesh.shape[TENSOR]}; zinf cannot do both. Set one of them "
             "to 1."
         )
-    for axis in INNER_AXES:
-        others = [name for name in mesh.axis_names if name != axis.name]
-        what = f"{axis.of_one_process} that {{}} devices divide (mesh.{axis.name})"
-        if axis.of_one_process:
-            instead = "use mesh.fsdp for the rest"
-            _check_within_processes(mesh, others, f"{what} is on", instead)
     if not axes_of(mesh, Dim.ROWS):
         encoding = gradient_encoding = None
     if compression is not None and mesh.size == 1:

@@ -143,7 +143,8 @@ class Passes:
         read = {n for s in self.program.segments for n in s.inputs}
         for m, leaves in enumerate(microbatches):
             for name in read.intersection(leaves):
-                self.stores.host.write(value(name, m), leaves[name]).result()
+                share = self.layouts.values[name].own_of(leaves[name])
+                self.stores.host.write(value(name, m), share).result()
         for m, key in enumerate(keys):
             if KEY in read:
                 self._put_on_device(value(KEY, m), to_words(key))

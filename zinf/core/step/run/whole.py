@@ -169,7 +169,8 @@ class WholeRunner(AbstractRunner):
             placed_layout((self.num_microbatches, *leaf.shape), sharding)
             for leaf, sharding in pairs
         ]
-        placed = to_devices(jax.tree.leaves(batches), layouts)
+        leaves = zip(jax.tree.leaves(batches), layouts, strict=True)
+        placed = to_devices([layout.own_of(x) for x, layout in leaves], layouts)
         if keys is not None:
             words = np.asarray(to_words(keys))
             everywhere = whole_layout(words.shape, self.layouts.mesh)
