@@ -198,7 +198,7 @@ def _cells(each: Forecast, resting: Mapping[Tier, int]) -> tuple[str, ...]:
     return (
         each.mode,
         show_bytes(each.cache_bytes),
-        "host" if each.cache_tier is None else str(each.cache_tier),
+        ", ".join(map(str, each.cache_tiers)) or str(Tier.HOST),
         show_seconds(each.prefill_seconds),
         show_seconds(each.decode_seconds),
         f"{each.tokens_per_second:,.3g}",

@@ -27,7 +27,7 @@ class Caches:
 
     def __init__(self, planned: Generation, stores: Stores, host_bytes: int):
         self.planned, self.stores, self.host_bytes = planned, stores, host_bytes
-        self.homes = planned.decode.cache_homes
+        self.tiers = planned.decode.cache_tiers
         self.names = set(planned.decode.segmented.program.caches)
         self.passed: list[dict[str, np.ndarray]] = [
             {} for _ in range(planned.num_microbatches)
@@ -50,12 +50,13 @@ class Caches:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for array, tier in self.homes.items():
-            if self.stores[tier].contains(array):
-                self.stores[tier].free(array)
+        for name, tier in self.tiers.items():
+            for m in range(self.planned.num_microbatches):
+                if self.stores[tier].contains(cache(name, m)):
+                    self.stores[tier].free(cache(name, m))
 
     def _home(self, name: str) -> Any:
-        return self.stores[self.homes[cache(name, 0)]]
+        return self.stores[self.tiers[name]]
 
     def _layout(self, name: str) -> Layout:
         return self.planned.decode.layouts.values[name]
@@ -136,6 +137,6 @@ class Caches:
     def _keep(self, name: str, m: int, share: np.ndarray) -> None:
         """Write this process's share of a leaf of the caches where it rests."""
         array, kept = cache(name, m), [share]
-        if self.homes[array] == Tier.DEVICE:
+        if self.tiers[name] == Tier.DEVICE:
             kept = to_devices(kept, [self._layout(name)])
         self._home(name).write(array, kept[0]).result()

@@ -87,11 +87,12 @@ class Forecast:
         return sum(self.pace.by_segment(forward))
 
     @property
-    def cache_tier(self) -> Tier | None:
-        """Where the caches rest; None if all leaves pass through the host."""
+    def cache_tiers(self) -> tuple[Tier, ...]:
+        """Where the caches rest; none if all leaves pass through the host."""
         if self.fused is not None:
-            return Tier.DEVICE
-        return next(iter(self.made.decode.cache_homes.values()), None)
+            return (Tier.DEVICE,)
+        used = set(self.made.decode.cache_tiers.values())
+        return tuple(tier for tier in Tier if tier in used)
 
     @property
     def cache_bytes(self) -> int:

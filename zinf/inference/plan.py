@@ -8,7 +8,7 @@ link once a token however many sequences there are (FlexGen, arXiv:2303.06865, s
 sequences go on while prompts are read (Dynamic SplitFuse, arXiv:2401.08671, section 3).
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -21,7 +21,8 @@ from zinf.core.segment import Function, Segmented, named_leaves
 from zinf.core.sharding import Dim
 from zinf.core.step.arrays import array_specs
 from zinf.core.step.beside import alone, together
-from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
+from zinf.core.step.caches import Cached, Rooms
+from zinf.core.step.forward import Forward, plan_again, plan_forward
 from zinf.core.step.on_demand import LEAST_SLOTS, NO_SLOTS
 from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
@@ -162,6 +163,12 @@ class GenerationPlanner:
         """Where a cache may rest, fastest first."""
         return open_tiers(self.planner.capacity())
 
+    @property
+    def rooms(self) -> Rooms:
+        """The bytes of the tiers where caches may rest."""
+        capacity = self.planner.capacity()
+        return {tier: capacity[tier] for tier in self.tiers}
+
     def plan(self, shape: Shape) -> Generation:
         """Both programs for one microbatch, compiled.
 
@@ -171,11 +178,12 @@ class GenerationPlanner:
         """
         axes = self.steps.cache_axes(shape)
         tokens, num_results = self.steps.tokens(shape), len(self.steps.results)
-        decode = self._plan(self.steps.step, tokens, num_results, None, self.tiers)
+        given = None, Cached(rooms=self.rooms)
+        decode = self._plan(self.steps.step, tokens, num_results, *given)
         read = self._parts(shape, decode)
         while True:
             prefill, read = self._prefill(shape, read, axes, decode)
-            if decode.cache_homes == prefill.cache_homes:
+            if decode.cache_tiers == prefill.cache_tiers:
                 names = {
                     CACHE + path: axis for path, axis in named_leaves(axes).items()
                 }
@@ -184,8 +192,8 @@ class GenerationPlanner:
             # A leaf that only one of them can overwrite is passed by both.
             caches = set(decode.segmented.program.caches)
             rest = caches.intersection(prefill.segmented.program.caches)
-            tiers = self._tiers_from(prefill)
-            decode = self._plan(self.steps.step, tokens, num_results, rest, tiers)
+            given = rest, Cached(rooms=prefill.cache_rooms)
+            decode = self._plan(self.steps.step, tokens, num_results, *given)
 
     def _parts(self, shape: Shape, decode: Forward) -> Parts:
         """What a pass reads of prompts while it reads weights for a decode anyway."""
@@ -231,16 +239,18 @@ class GenerationPlanner:
         Raises:
             InfeasibleError: the least does not fit.
         """
-        caches, tiers = set(decode.segmented.program.caches), self._tiers_from(decode)
+        tiers, rooms = decode.cache_tiers, decode.cache_rooms
+        caches = set(decode.segmented.program.caches)
         largest = largest_segment_bytes(decode.segmented.program)
         while True:
             function = partial(self.steps.read, axes=axes, shape=shape, read=read)
             given = function, self.steps.prompts(shape, read), 1, caches
             smaller = read.smaller(**self._how_to_read(shape))
             if smaller is None:
-                return self._plan(*given, tiers), read
+                return self._plan(*given, Cached(rooms=rooms)), read
             try:
-                return self._plan(*given, tiers[:1], least_param_bytes=largest), read
+                there = Cached(rooms=rooms, tiers=tiers)
+                return self._plan(*given, there, least_param_bytes=largest), read
             except InfeasibleError:
                 read = smaller
 
@@ -250,14 +260,15 @@ class GenerationPlanner:
         Raises:
             InfeasibleError: they do not fit.
         """
-        tiers = self.tiers
+        rooms = self.rooms
         while True:
-            prefill = self._again(made.prefill, num_microbatches, tiers)
-            tiers = self._tiers_from(prefill)
-            decode = self._again(made.decode, num_microbatches, tiers)
-            if decode.cache_homes == prefill.cache_homes:
+            caches = Cached(rooms=rooms)
+            prefill = self._again(made.prefill, num_microbatches, caches)
+            caches = Cached(rooms=prefill.cache_rooms)
+            decode = self._again(made.decode, num_microbatches, caches)
+            if decode.cache_tiers == prefill.cache_tiers:
                 return replace(made, prefill=prefill, decode=decode, passes={})
-            tiers = self._tiers_from(decode)
+            rooms = decode.cache_rooms
 
     def suited(
         self, made: Generation, whole: Callable[[Self], Generation]
@@ -296,7 +307,7 @@ class GenerationPlanner:
             found = planner.repeated(planner.plan(made.shape), made.num_microbatches)
         except InfeasibleError:
             return made
-        is_same = found.decode.cache_homes == made.decode.cache_homes
+        is_same = found.decode.cache_tiers == made.decode.cache_tiers
         return found if is_same else made
 
     def reading(
@@ -336,7 +347,6 @@ class GenerationPlanner:
     def _replanned(
         self, made: Generation, segmented: Segmented, compiled: Compiled
     ) -> Forward:
-        homes = set(made.prefill.cache_homes.values())
         return plan_again(
             self.planner,
             segmented,
@@ -344,7 +354,7 @@ class GenerationPlanner:
             NAME,
             self.at_rest,
             num_microbatches=made.num_microbatches,
-            cache_tiers=tuple(homes) or self.tiers[:1],
+            caches=Cached(tiers=made.prefill.cache_tiers),
         )
 
     def seconds_beside(self, made: Generation) -> float:
@@ -369,13 +379,8 @@ class GenerationPlanner:
                 wanted = -(-wanted // 2)
         return made
 
-    def _tiers_from(self, forward: Forward) -> tuple[Tier, ...]:
-        """The tiers no faster than those where the caches of a program rest."""
-        found = {self.tiers.index(tier) for tier in forward.cache_homes.values()}
-        return self.tiers[max(found, default=0) :]
-
     def _again(
-        self, forward: Forward, num_microbatches: int, tiers: Sequence[Tier]
+        self, forward: Forward, num_microbatches: int, caches: Cached
     ) -> Forward:
         return plan_again(
             self.planner,
@@ -384,7 +389,7 @@ class GenerationPlanner:
             NAME,
             self.at_rest,
             num_microbatches=num_microbatches,
-            cache_tiers=tiers,
+            caches=caches,
         )
 
     def _plan(
@@ -393,7 +398,7 @@ class GenerationPlanner:
         batch: Any,
         num_results: int,
         only: Collection[str] | None,
-        tiers: Sequence[Tier],
+        caches: Cached,
         least_param_bytes: int = 1,
     ) -> Forward:
         limit = self.planner.config.segment_max_bytes
@@ -410,6 +415,6 @@ class GenerationPlanner:
             batch,
             self.at_rest,
             limits=Limits(limit, least_param_bytes=least_param_bytes),
-            caches=Cached(outputs, tuple(tiers)),
+            caches=replace(caches, outputs=outputs),
             slot_bytes=self.slot_bytes,
         )

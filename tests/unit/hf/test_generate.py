@@ -82,7 +82,7 @@ def test_greedy_tokens_are_those_of_transformers_from_every_tier(
                     continue
                 # Keys and values of two layers, and the number of slots in use.
                 assert len(made.prefill.segmented.program.caches) == 5
-                assert set(made.prefill.cache_homes.values()) == {tier}
+                assert set(made.prefill.cache_tiers.values()) == {tier}
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_drafts_change_no_token_wherever_the_cache_rests(tier, tmp_path, monkeyp
         is_right = lambda number, place: (number + place) % 4  # noqa: E731
         drafts = drafts_of(PROMPTS, texts, is_right)
         assert engine.generate(PROMPTS, drafts=drafts, **rest) == texts
-        assert set(programs(engine).decode.cache_homes.values()) == {tier}
+        assert set(programs(engine).decode.cache_tiers.values()) == {tier}
 
 
 def test_bad_drafts_are_refused_by_name(streaming, golden):

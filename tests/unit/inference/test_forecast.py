@@ -80,7 +80,7 @@ def test_weights_cross_the_drive_once_a_token_however_many_sequences(engine, pla
     for each in found:
         assert each.bytes_of(Link.NVME_READ) == 4 * numbers
         assert each.cache_bytes == each.batch_size * of_row
-        assert each.cache_tier == Tier.DEVICE
+        assert each.cache_tiers == (Tier.DEVICE,)
 
 
 def test_sizes_are_doubled_until_that_gains_little(planner):

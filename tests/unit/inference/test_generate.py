@@ -1,5 +1,6 @@
 """`engine.generate`: text from streamed weights and a cache, between training steps."""
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -30,6 +31,7 @@ from zinf.core.optim.decision import NonFiniteError
 from zinf.core.plan import InfeasibleError, Run
 from zinf.core.program import Role, Tier
 from zinf.inference import Decoder, Scores, choose, fused_run, plan
+from zinf.inference.prompts import shape_of
 
 
 @pytest.fixture(scope="module")
@@ -385,22 +387,53 @@ def test_ctrl_c_frees_the_caches(engine):
         (LLAMA, Tier.HOST),
         ({"scan_layers": True}, Tier.DEVICE),
         ({"scan_layers": True}, Tier.NVME),
+        ({}, None),
     ],
 )
 def test_tokens_are_the_same_wherever_the_cache_rests(
     shape, tier, tmp_path, monkeypatch
 ):
+    """None: the cache is on all tiers at once."""
     monkeypatch.setattr(plan.GenerationPlanner, "tiers", (tier,))
+    if tier is None:
+        rooms = rooms_for_layers(rows=8, max_new_tokens=6)
+        monkeypatch.setattr(plan.GenerationPlanner, "rooms", rooms)
     with make_engine(on_nvme(tmp_path), **shape) as engine:
         losses = [engine.step(BATCH)["loss"]]
         found = engine.generate(PROMPTS, max_new_tokens=6)
         losses += [engine.step(BATCH)["loss"] for _ in range(2)]
-        assert set(programs(engine).prefill.cache_homes.values()) == {tier}
+        tiers = set(programs(engine).prefill.cache_tiers.values())
+        assert tiers == ({tier} if tier else set(Tier))
     with make_engine(on_nvme(tmp_path), **shape) as engine:
         engine.step(BATCH)
         check_greedy(engine.update_module(), PROMPTS, found)
         # Generating between two steps changes no bit of the training.
         assert losses[1:] == [engine.step(BATCH)["loss"] for _ in range(2)]
+
+
+def rooms_for_layers(rows, max_new_tokens):
+    """Room for one of two layers on the device, and for half of the other elsewhere."""
+    length = shape_of(rows, 16, max_new_tokens).length
+    of_keys = rows * length * SHAPE.embed_dim * 4
+    places = 4 * rows
+    return {
+        Tier.DEVICE: 2 * of_keys + places,
+        Tier.HOST: of_keys,
+        Tier.NVME: 2 * of_keys,
+    }
+
+
+def test_a_cache_may_rest_on_several_tiers(engine, streaming, monkeypatch):
+    rest = {"max_new_tokens": 7, "rows": 3}
+    wanted = engine.generate(PROMPTS, **rest)
+    *rooms, _ = rooms_for_layers(**rest).items()
+    monkeypatch.setattr(plan.GenerationPlanner, "rooms", dict(rooms))
+    before = used_bytes(streaming)
+    assert streaming.generate(PROMPTS, batch_size=3, **rest) == wanted
+    assert used_bytes(streaming) == before
+    tiers = Counter(programs(streaming).decode.cache_tiers.values())
+    # Keys and values of each layer, and the place of each sequence.
+    assert tiers == {Tier.DEVICE: 3, Tier.HOST: 2}
 
 
 @pytest.mark.slow
@@ -433,7 +466,7 @@ def test_no_room_for_a_cache_is_refused_with_the_bytes_that_are_needed(tmp_path)
         {**settings, "memory": memory}, max_length=1 << 16, position="rope"
     ) as engine:
         before = used_bytes(engine)
-        with pytest.raises(InfeasibleError, match="budget is"):
+        with pytest.raises(InfeasibleError, match="budget is .* The caches take"):
             engine.generate([[1]], max_new_tokens=1 << 15)
         assert used_bytes(engine) == before
         assert np.isfinite(engine.step(BATCH)["loss"])

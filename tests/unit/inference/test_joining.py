@@ -185,7 +185,7 @@ def test_parts_are_smaller_where_the_device_has_less_room(streaming):
         made = programs(tight)
         assert made.parts.num_tokens < whole.parts.num_tokens
         assert len(made.prefill.segments) == len(whole.prefill.segments)
-        assert set(made.prefill.cache_homes.values()) == {device}
+        assert set(made.prefill.cache_tiers.values()) == {device}
         assert tight.stores.peak_bytes(device) <= budget
 
 
@@ -236,7 +236,7 @@ def test_sequences_join_wherever_the_cache_rests(tier, shape, tmp_path, monkeypa
         rest = {"rows": 2, "batch_size": 4, "drafts": prompt_lookup(3)}
         assert written(engine, **rest, **DRAWN) == wanted
         made = programs(engine)
-        assert set(made.decode.cache_homes.values()) == {tier}
+        assert set(made.decode.cache_tiers.values()) == {tier}
         plans = [made.decode.plan, *(x.plan for x in made.passes.values() if x)]
         most = max(plan.peak_bytes[Tier.DEVICE] for plan in plans)
         assert engine.stores.peak_bytes(Tier.DEVICE) <= most

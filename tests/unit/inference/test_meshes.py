@@ -58,3 +58,10 @@ def test_tokens_are_those_of_one_device(mesh, tier, shape, tmp_path):
     for name in (name for s in made.segments for name in s.spec.caches):
         layout = made.layouts.values[name]
         assert layout.device_shape[0] == layout.shape[0] // parts
+
+
+def test_slots_for_experts_are_refused_by_name():
+    settings = {"mesh": {"fsdp": 2}, "memory": {"experts": "1MiB"}}
+    message = "memory.experts is 1,048,576 bytes of slots .* the mesh has 2 devices"
+    with pytest.raises(NotImplementedError, match=message):
+        make_engine(settings, **MIXTURE)

@@ -413,8 +413,6 @@ class Engine(ForwardOnly, Verbs):
         runner = self._runners.prepare(batch, self._place)
         waited = perf_counter() - start
         self._reset_errors()
-        # No later program may find what this step changes in slots of experts.
-        self.stores.device.free_spare()
         self.stores.reset_peaks()
         record = self.last_step = StepRecord(number=self.num_steps)
         advance = self._scalars.advance()

@@ -193,6 +193,7 @@ def make_planner(
     modes = Modes.current()
     config, mesh = on_devices(config, mesh)
     _refuse_sections(config)
+    _refuse_slots(config, mesh)
     modes = replace(modes, default_device=tracing_device(mesh, topology))
     if not config.is_told and (group is None or group.is_first):
         for line in notices(config, in_python=True, reads_optimizer=is_of_config):
@@ -283,6 +284,17 @@ def _refuse_sections(config: Config) -> None:
             "and not trained: zinf generate, zinf evaluate, zinf.hf.open_model, or "
             "zinf.adapt.quantize in Python. Remove it; to train adapters over weights "
             "in few bits, set adapter.quantize_base."
+        )
+
+
+def _refuse_slots(config: Config, mesh: Mesh) -> None:
+    """Refuse experts on demand on several devices, where all experts are read."""
+    if config.expert_bytes and mesh.size > 1:
+        raise NotImplementedError(
+            f"memory.experts is {config.expert_bytes:,} bytes of slots for experts "
+            f"that tokens choose, and the mesh has {mesh.size} devices. Their tokens "
+            "choose different experts, and all devices would have the same slots. "
+            "Remove memory.experts: then all experts are read. Or use one device."
         )
 
 

@@ -62,7 +62,12 @@ class Stores:
         return self[tier].ledger.peak_bytes if tier in self.by_tier else 0
 
     def reset_peaks(self) -> None:
-        """Begin new peaks; call this before a step, while nothing is in flight."""
+        """Begin new peaks; call this before a step, while nothing is in flight.
+
+        Spare slots go: the step may change what they hold, and its peak is without
+        them.
+        """
+        self.device.free_spare()
         for store in self.by_tier.values():
             store.ledger.reset_peak()
         self.heap.settle()

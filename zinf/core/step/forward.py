@@ -7,7 +7,7 @@ plan, which end on the host. It may have caches: arrays of its own at rest, whic
 run reads and overwrites, such as the keys and values of attention.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,41 +42,32 @@ from zinf.core.segment import (
 from zinf.core.segment.chosen import NO_TABLES, inlined_experts
 from zinf.core.sharding import Layouts
 from zinf.core.step.arrays import make_catalog
+from zinf.core.step.caches import Cached, CacheSizes, Rooms, Tiers
 from zinf.core.step.exchange import forward_exchanges
 from zinf.core.step.on_demand import LEAST_SLOTS, NO_SLOTS, OnDemand
 from zinf.core.step.setup import AtRest, Setup
 from zinf.core.step.shrink import Compiled, Limits, shrunk
 from zinf.core.step.shrink import compiled as compile_again
 
-
-@dataclass(frozen=True)
-class Cached:
-    """The leaves of a batch that a program may keep as caches, and where.
-
-    Attributes:
-        outputs: for each leaf by its name ("batch/..."), the position among the
-            flattened outputs of what takes its place in the next run.
-        tiers: tiers for the caches; the first for which the pass fits is taken.
-        num_microbatches: those whose caches rest; None: those that run.
-    """
-
-    outputs: Mapping[str, int] = field(default_factory=dict)
-    tiers: Sequence[Tier] = (Tier.DEVICE,)
-    num_microbatches: int | None = None
-
-
 NO_CACHES = Cached()
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A planned and compiled program that only runs forward."""
+    """A planned and compiled program that only runs forward.
+
+    Attributes:
+        cache_tiers: where each cache rests, by name.
+        cache_rooms: what a program beside it, with the same caches, may put where.
+    """
 
     plan: Plan
     segmented: Segmented
     segments: tuple[Segment, ...]
     layouts: Layouts
     num_microbatches: int
+    cache_tiers: Tiers = field(default_factory=dict)
+    cache_rooms: Rooms = field(default_factory=dict)
 
     def is_worthwhile(self, num_microbatches: int) -> bool:
         """Whether experts are still worth reading on demand for so many microbatches.
@@ -96,12 +87,6 @@ class Forward:
     def compiled(self) -> Compiled:
         """Its executables, for `plan_again` with another number of microbatches."""
         return Compiled(self.segments, self.layouts)
-
-    @property
-    def cache_homes(self) -> dict[ArrayId, Tier]:
-        """Where the caches of all microbatches rest."""
-        homes = self.plan.homes.items()
-        return {array: tier for array, tier in homes if array.role == Role.CACHE}
 
 
 def plan_forward(
@@ -157,24 +142,20 @@ def plan_again(
     at_rest: AtRest,
     *,
     num_microbatches: int,
-    cache_tiers: Sequence[Tier] = (Tier.DEVICE,),
-    num_cached: int | None = None,
+    caches: Cached = NO_CACHES,
 ) -> Forward:
     """A program of segments that are compiled already.
 
     Args:
         name: what errors call the function.
-        num_cached: the microbatches whose caches rest meanwhile, if they are more than
-            those that run, which are the first ones.
-        cache_tiers: tiers for its caches; the first for which the pass fits is taken.
+        caches: where its caches rest. Those that run are the first microbatches.
 
     Raises:
         InfeasibleError: the pass does not fit beside the arrays at rest.
     """
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     function = Function(name, _never)
-    caches = Cached(tiers=cache_tiers, num_microbatches=num_cached)
-    experts = OnDemand(setup, (), homes, num_microbatches, NO_SLOTS)
+    experts = OnDemand(setup, frozenset(), homes, num_microbatches, NO_SLOTS)
     rest = at_rest.layouts, num_microbatches, caches, NOTHING, experts
     made = _Planned(setup, function, None, homes, *rest)
     with setup.planning():
@@ -251,8 +232,7 @@ class _Planned:
         program, count = forward.segmented.program, self.num_microbatches
         more = self.experts.with_room(program, forward.room_bytes)
         if more is not None:
-            tiers = tuple(set(forward.cache_homes.values())) or self.caches.tiers
-            caches = replace(self.caches, tiers=tiers)
+            caches = replace(self.caches, tiers=forward.cache_tiers)
             with suppress(InfeasibleError):
                 forward = replace(self, experts=more, caches=caches).fitting(limits)
         if forward.is_worthwhile(count):
@@ -304,34 +284,51 @@ class _Planned:
         segments, layouts = compiled.segments, compiled.layouts
         specs = tuple(s.spec for s in segments)
         program = replace(segmented.program, segments=specs)
-        capacity = self.setup.capacity()
-        tiers = self.caches.tiers if program.caches else self.caches.tiers[:1]
+        plan, tiers, rooms = self.with_caches(program, compiled)
+        segmented, count = replace(segmented, program=program), self.num_microbatches
+        return Forward(plan, segmented, segments, layouts, count, tiers, rooms)
 
-        def resting(tier: Tier) -> Plan:
-            catalog = self.catalog(program, compiled, tier)
-            self.check_outputs(catalog, capacity)
-            return build_forward(catalog, capacity, self.num_microbatches)
-
-        *faster, slowest = tiers
-        for tier in faster:
+    def with_caches(
+        self, program: Program, compiled: Compiled
+    ) -> tuple[Plan, Tiers, Rooms]:
+        """The plan with caches on the fastest tiers for which it fits."""
+        capacity, given = self.setup.capacity(), self.caches
+        if not program.caches or given.tiers is not None:
+            where = given.tiers or {}
+            tiers = {name: where[name] for name in program.caches}
+            return self.plan(self.catalog(program, compiled, tiers)), tiers, given.rooms
+        on_host = dict.fromkeys(program.caches, Tier.HOST)
+        sizes = CacheSizes(self.catalog(program, compiled, on_host), self.num_cached)
+        rooms = sizes.rooms_left(given.rooms, capacity)
+        while True:
+            tiers = sizes.placed(rooms)
             try:
-                plan = resting(tier)
-            except InfeasibleError:
-                continue
-            break
-        else:
-            plan = resting(slowest)
-        segmented = replace(segmented, program=program)
-        return Forward(plan, segmented, segments, layouts, self.num_microbatches)
+                plan = self.plan(self.catalog(program, compiled, tiers))
+            except InfeasibleError as error:
+                smaller = sizes.smaller(rooms, tiers, error)
+                if smaller is None:
+                    raise sizes.refusal(rooms, error) from None
+                rooms = smaller
+            else:
+                return plan, tiers, sizes.rooms_beside(rooms, tiers)
+
+    def plan(self, catalog: Catalog) -> Plan:
+        capacity = self.setup.capacity()
+        self.check_outputs(catalog, capacity)
+        return build_forward(catalog, capacity, self.num_microbatches)
+
+    @property
+    def num_cached(self) -> int:
+        return self.caches.num_microbatches or self.num_microbatches
 
     def catalog(
-        self, program: Program, compiled: Compiled, cache_tier: Tier
+        self, program: Program, compiled: Compiled, cache_tiers: Tiers
     ) -> Catalog:
         segments = compiled.segments
         caches = {
-            cache(name, m): cache_tier
-            for name in program.caches
-            for m in range(self.caches.num_microbatches or self.num_microbatches)
+            cache(name, m): tier
+            for name, tier in cache_tiers.items()
+            for m in range(self.num_cached)
         }
         return make_catalog(
             program,

@@ -1,6 +1,6 @@
 """Which experts a program reads on demand, and how many slots they get."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from zinf.core.plan import InfeasibleError
@@ -21,6 +21,16 @@ from zinf.core.step.shrink import SPARE
 NO_SLOTS, LEAST_SLOTS = 0, 1
 
 
+def frozen_experts_apart(setup: Setup, source: Source) -> Source:
+    """A traced loss in which frozen experts are equations of its own, if there are any.
+
+    A `jax.checkpoint` around them is gone: the cuts around them recompute as it would.
+    """
+    apart = inlined_experts(source, is_trained=True)
+    is_any = any(x.leaves.keys() <= setup.frozen for x in find_experts(apart))
+    return apart if is_any else source
+
+
 @dataclass(frozen=True)
 class OnDemand:
     """The experts of a program that may be read on demand.
@@ -32,7 +42,7 @@ class OnDemand:
     """
 
     setup: Setup
-    paths: Collection[str]
+    paths: Set[str]
     homes: Mapping[ArrayId, Tier]
     num_microbatches: int
     slot_bytes: int
@@ -48,7 +58,7 @@ class OnDemand:
 
     def are_in(self, source: Source) -> bool:
         """Whether a traced loss would read experts on demand."""
-        return bool(self.with_slots(inlined_experts(source, is_trained=True))[1])
+        return bool(self.with_slots(frozen_experts_apart(self.setup, source))[1])
 
     def with_slots(self, source: Source) -> tuple[Source, Tables]:
         """The program that reads experts on demand which do not rest on the device.
@@ -58,7 +68,7 @@ class OnDemand:
         """
         if not self.bytes_for_slots:
             return source, NO_TABLES
-        experts = find_experts(source)
+        experts = [x for x in find_experts(source) if x.leaves.keys() <= self.paths]
         away = {path for each in experts for path in each.leaves if self._is_away(path)}
         asked = self.setup.config.expert_bytes
         num_slots = slot_counts(experts, away, self.bytes_for_slots, asked)
@@ -78,7 +88,7 @@ class OnDemand:
 
     def _is_away(self, path: str) -> bool:
         home = self.homes.get(ArrayId(Role.PARAM, path))
-        return home not in (None, Tier.DEVICE) and path in self.paths
+        return home not in (None, Tier.DEVICE)
 
     def with_fewer(self, program: Program, error: InfeasibleError) -> "OnDemand | None":
         """For a program that lacks device memory; None if it has the fewest slots."""

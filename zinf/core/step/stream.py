@@ -20,13 +20,13 @@ from zinf.core.plan import (
 )
 from zinf.core.program import ArrayId, Role, Tier, expected_experts, open_tiers
 from zinf.core.segment import Segmented
-from zinf.core.segment.chosen import NO_TABLES, inlined_experts
+from zinf.core.segment.chosen import NO_TABLES
 from zinf.core.step.arrays import make_catalog, residents, resting_pieces
 from zinf.core.step.earlier_plan import EarlierPlan, Step, earlier_plan
 from zinf.core.step.exchange import segment_exchanges
 from zinf.core.step.joint import grouped
 from zinf.core.step.keeping import keeping_as_chosen, what_may_be_kept
-from zinf.core.step.on_demand import LEAST_SLOTS, OnDemand
+from zinf.core.step.on_demand import LEAST_SLOTS, OnDemand, frozen_experts_apart
 from zinf.core.step.part_sums import compile_part_sums
 from zinf.core.step.run.streamed import Streamed
 from zinf.core.step.setup import Setup, StepRequest
@@ -97,7 +97,7 @@ def _stream(
         is_traced, tables = max_bytes == limits.param_bytes, NO_TABLES
         source = request.source if is_traced else setup.trace(request.batch, max_bytes)
         if setup.may_read_on_demand:
-            source = inlined_experts(source, is_trained=True)
+            source = frozen_experts_apart(setup, source)
         if experts is not None:
             source, tables = experts.with_slots(source)
         return cut(setup, source, layouts, max_bytes, tables)
