@@ -107,7 +107,7 @@ def test_the_plan_says_which_experts_are_read_and_why(tmp_path):
     many = {"x": np.zeros((MICROBATCHES, 64, DIM), np.float32)}
     _, engine = make("cpu", tmp_path, None, many)
     with engine:
-        said = "the 64 tokens of a microbatch choose 2 each, and so 31.5 of 32"
+        said = "64 tokens choose 2 each, and so 31.5 of 32"
         assert said in str(engine.plan)
         assert not engine._runners.current.streamed.segmented.program.chosen
 

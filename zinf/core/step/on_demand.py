@@ -56,9 +56,14 @@ class OnDemand:
         asked = self.setup.config.expert_bytes
         return self.slot_bytes if asked is None or not self.slot_bytes else asked
 
-    def are_in(self, source: Source) -> bool:
-        """Whether a traced loss would read experts on demand."""
-        return bool(self.with_slots(frozen_experts_apart(self.setup, source))[1])
+    def layers_in(self, source: Source) -> list[tuple[int, int, int]]:
+        """As `Source.whole_experts`, those away from the device, of a whole step."""
+        return [
+            (each.num_experts, k, self.num_microbatches * num_tokens)
+            for each in find_experts(source)
+            for num_tokens, k in [each.choices]
+            if any(map(self._is_away, each.leaves))
+        ]
 
     def with_slots(self, source: Source) -> tuple[Source, Tables]:
         """The program that reads experts on demand which do not rest on the device.

@@ -1,6 +1,6 @@
 """Plans the streamed step: segment by segment, with arrays on any tiers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -18,9 +18,9 @@ from zinf.core.plan import (
     prove,
     show_bytes,
 )
+from zinf.core.problem.source import Source
 from zinf.core.program import ArrayId, Role, Tier, expected_experts, open_tiers
 from zinf.core.segment import Segmented
-from zinf.core.segment.chosen import NO_TABLES
 from zinf.core.step.arrays import make_catalog, residents, resting_pieces
 from zinf.core.step.earlier_plan import EarlierPlan, Step, earlier_plan
 from zinf.core.step.exchange import segment_exchanges
@@ -30,7 +30,14 @@ from zinf.core.step.on_demand import LEAST_SLOTS, OnDemand, frozen_experts_apart
 from zinf.core.step.part_sums import compile_part_sums
 from zinf.core.step.run.streamed import Streamed
 from zinf.core.step.setup import Setup, StepRequest
-from zinf.core.step.shrink import Compiled, Limits, accumulates, cut, shrunk
+from zinf.core.step.shrink import (
+    Compiled,
+    Limits,
+    accumulates,
+    compiled,
+    cut,
+    shrunk,
+)
 from zinf.core.step.step_weight import StepWeight
 from zinf.core.step.updates import compile_program_updates
 
@@ -41,20 +48,47 @@ def stream(setup: Setup, request: StepRequest) -> Streamed:
     Tighter limits make segments smaller. Weights larger than a segment may hold are
     read by tile, and segments with too large intermediate values run in blocks of rows.
     """
-    whole = _stream(setup, request)
-    source = request.source
-    if source.whole_experts:
-        return replace(whole, experts=_why_all(source.whole_experts))
+    limits, layouts = Limits(setup.config.segment_max_bytes), request.layouts
+
+    def cut_to(max_bytes: int | None) -> Segmented:
+        return cut(setup, _traced(setup, request, max_bytes), layouts, max_bytes)
+
+    def attempt(segmented: Segmented, compiled: Compiled, limits: Limits) -> Streamed:
+        rest = request.homes, request.weight
+        return stream_segments(setup, segmented, compiled, limits, *rest)
+
+    whole = shrunk(setup, layouts, cut_to, attempt, limits)
+    return _on_demand(setup, request, whole)
+
+
+def _traced(setup: Setup, request: StepRequest, max_bytes: int | None) -> Source:
+    """The loss for segments of at most so many bytes of parameters."""
+    is_traced = max_bytes == setup.config.segment_max_bytes
+    source = request.source if is_traced else setup.trace(request.batch, max_bytes)
+    return frozen_experts_apart(setup, source) if setup.may_read_on_demand else source
+
+
+def _on_demand(setup: Setup, request: StepRequest, whole: Streamed) -> Streamed:
+    """The step that reads the frozen experts that its tokens choose, if it is faster.
+
+    Args:
+        whole: the step that reads all experts of a layer.
+    """
+    limits = whole.limits
+    source = _traced(setup, request, limits.param_bytes)
     homes = {a: t for a, t in whole.plan.homes.items() if a.role != Role.CONST}
     left = setup.capacity()[Tier.DEVICE] - whole.plan.home_bytes[Tier.DEVICE]
     # The other half is for what streams through the device meanwhile.
     rest = homes, setup.config.num_microbatches, max(LEAST_SLOTS, left // 2)
     experts = OnDemand(setup, setup.frozen, *rest)
-    if not experts.are_in(source):
-        return whole
+    if not experts.with_slots(source)[1]:
+        layers = source.whole_experts or experts.layers_in(source)
+        return replace(whole, experts=_why_all(layers[0])) if layers else whole
     try:
-        chosen = _stream(setup, replace(request, homes=homes), experts)
+        chosen = _with_slots(setup, request, source, experts, limits)
     except InfeasibleError:
+        if not experts.is_automatic:
+            raise
         return replace(whole, experts=NO_ROOM)
     seconds, others = (x.plan.timeline.seconds for x in (chosen, whole))
     times = f"{seconds:.3g} s a step are predicted, and {others:.3g} s with all experts"
@@ -64,17 +98,39 @@ def stream(setup: Setup, request: StepRequest) -> Streamed:
     return replace(whole, experts=why)
 
 
+def _with_slots(
+    setup: Setup,
+    request: StepRequest,
+    source: Source,
+    experts: OnDemand,
+    limits: Limits,
+) -> Streamed:
+    """The step with experts in slots, of which it gets fewer if it fits only so."""
+    rest = request.layouts, limits
+    in_slots, tables = experts.with_slots(source)
+    segmented = cut(setup, in_slots, request.layouts, limits.param_bytes, tables)
+    made = compiled(setup, segmented, *rest)
+    try:
+        at_home = limits, experts.homes, request.weight
+        return stream_segments(setup, segmented, made, *at_home)
+    except InfeasibleError as error:
+        fewer = experts.with_fewer(segmented.program, error)
+        if fewer is None:
+            raise
+    return _with_slots(setup, request, source, fewer, limits)
+
+
 READS_ALL = "Each pass reads all experts of a layer"
 NO_ROOM = f"{READS_ALL}: there is no room for slots of those that are chosen."
 
 
-def _why_all(layers: Sequence[tuple[int, int, int]]) -> str:
-    """Why no layer reads the chosen experts alone; see `Source.whole_experts`."""
-    count, k, num_tokens = layers[0]
+def _why_all(layer: tuple[int, int, int]) -> str:
+    """Why a layer is read whole; see `Source.whole_experts`."""
+    count, k, num_tokens = layer
     found = expected_experts(count, k, num_tokens)
     return (
-        f"{READS_ALL}: the {num_tokens:,} tokens of a microbatch choose {k} each, and "
-        f"so {found:.3g} of {count} if all are equally likely."
+        f"{READS_ALL}: {num_tokens:,} tokens choose {k} each, and so {found:.3g} of "
+        f"{count} if all are equally likely."
     )
 
 
@@ -85,28 +141,6 @@ def _expected(plan: Plan) -> str:
         f"{show_bytes(sum(x.nbytes for x in fetches))} a step are expected if all are "
         "equally likely."
     )
-
-
-def _stream(
-    setup: Setup, request: StepRequest, experts: OnDemand | None = None
-) -> Streamed:
-    """The step that reads experts on demand, or all experts of a layer."""
-    limits, layouts = Limits(setup.config.segment_max_bytes), request.layouts
-
-    def cut_to(max_bytes: int | None) -> Segmented:
-        is_traced, tables = max_bytes == limits.param_bytes, NO_TABLES
-        source = request.source if is_traced else setup.trace(request.batch, max_bytes)
-        if setup.may_read_on_demand:
-            source = frozen_experts_apart(setup, source)
-        if experts is not None:
-            source, tables = experts.with_slots(source)
-        return cut(setup, source, layouts, max_bytes, tables)
-
-    def attempt(segmented: Segmented, compiled: Compiled, limits: Limits) -> Streamed:
-        rest = request.homes, request.weight
-        return stream_segments(setup, segmented, compiled, limits, *rest)
-
-    return shrunk(setup, layouts, cut_to, attempt, limits)
 
 
 def stream_segments(
