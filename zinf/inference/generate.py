@@ -39,8 +39,8 @@ from zinf.inference.rows import Shape
 from zinf.inference.steps import COUNT
 from zinf.inference.texts import Texts
 
-# Moving the rows of a microbatch takes about as long as so many of its passes. Measured
-# on two cores, with weights and caches of SmolLM2-135M's shape in memory.
+# Moving rows copies the caches of two microbatches through the host. That is assumed to
+# take as long as so many passes of one microbatch; nothing else depends on it.
 MOVING_PASSES = 8
 
 
