@@ -87,6 +87,11 @@ FINETUNE = {
         "Of dpo, ipo and kto: how much the model is kept as it was. Of simpo and orpo: "
         "a factor of preferences. 0.1 if absent.",
     ),
+    "teacher": Option(
+        "distillation.teacher",
+        str,
+        "A model, as a folder or a name, whose predictions the model learns too.",
+    ),
     "packing": Option(
         "data.packing", bool, "Put several samples into one row.", default=False
     ),

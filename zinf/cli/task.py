@@ -20,11 +20,16 @@ ALONE = Alone()
 def task_of(config: Config) -> "GptTask | hf.Task":
     """The model, loss and data of a config; `hf.Task` says what its methods do."""
     model = config.model
-    if model is not None and model.huggingface is not None:
+    if is_published(config):
         return hf.Task(config)
     if model is not None and model.function is not None:
         return FunctionTask(config)
     return GptTask(config)
+
+
+def is_published(config: Config) -> bool:
+    """Whether the model is one of transformers."""
+    return config.model is not None and config.model.huggingface is not None
 
 
 def task_with_adapters(config: Config) -> "GptTask | hf.Task":

@@ -161,6 +161,11 @@ def plan_teacher(
     """
     assert student.distillation is not None
     path = student.distillation.teacher
+    if student.model is not None and student.model.huggingface is not None:
+        raise NotImplementedError(
+            "zinf plan does not know teachers of transformers yet; zinf train and zinf "
+            "finetune place them. Leave it out with --set distillation=null."
+        )
     on = None
     if machine is not None:
         on = group_devices(machine.devices(), grouping(path, ()))

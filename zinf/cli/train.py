@@ -21,6 +21,7 @@ from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.task import (
     devices,
     heading,
+    is_published,
     learning_rate,
     make_engine,
     num_tokens,
@@ -213,7 +214,8 @@ def _opened(
     Args:
         opened: closes what this opens.
     """
-    if config.distillation is None:
+    if config.distillation is None or is_published(config):
+        # A model of transformers has its teacher beside it.
         return opened.enter_context(closing(make_engine(config, mesh, group))), data
     teacher = plan_teacher(config, mesh)
     beside = teacher.beside()

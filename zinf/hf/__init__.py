@@ -6,6 +6,7 @@ from zinf.core.process.lazy import make_lazy
 
 if TYPE_CHECKING:
     from zinf.hf.analysis import analysis_of as analysis_of
+    from zinf.hf.batch import IGNORED as IGNORED
     from zinf.hf.calibration import calibration_rows as calibration_rows
     from zinf.hf.comparison import Verdict as Verdict
     from zinf.hf.comparison import verdict_of as verdict_of
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from zinf.hf.images.model import ImageModel as ImageModel
     from zinf.hf.images.model import load_with_images as load_with_images
     from zinf.hf.merge import merge as merge
-    from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
     from zinf.hf.model import in_stored_precision as in_stored_precision
     from zinf.hf.model import load as load

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.core.problem.cross_entropy import cross_entropy
+
 Batch = Mapping[str, jax.Array]
 
 IGNORED = -100  # The label of a token that is not trained on, as in `transformers`.
@@ -147,3 +149,17 @@ def _labels(batch: Batch) -> jax.Array:
 def without(tokens: Sequence[int], logits: jax.Array) -> jax.Array:
     """Logits (..., words) of a model that does not write some tokens."""
     return logits.at[..., jnp.array(tokens)].set(NEVER) if tokens else logits
+
+
+def entropies(logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The cross entropy of the token after each, and whether it has a label.
+
+    Both (batch, tokens); where there is no label, the loss is 0.
+
+    Args:
+        logits: float32 (batch, tokens, words).
+    """
+    labels = next_labels(batch)
+    is_trained = labels != IGNORED
+    losses = cross_entropy(logits, jnp.where(is_trained, labels, 0))
+    return jnp.where(is_trained, losses, 0.0), is_trained

@@ -22,8 +22,9 @@ from zinf.data.digest import file_digest
 from zinf.data.share import Share
 from zinf.data.tokens import Part, Tokens
 from zinf.data.unfinished import unfinished
+from zinf.hf.batch import IGNORED
 from zinf.hf.folder import SMALL_FILES
-from zinf.hf.model import IGNORED, Model
+from zinf.hf.model import Model
 from zinf.hf.samples import Tokenizing
 
 IDS, LABELS, ENDS = "ids.int32", "labels.int32", "ends.npy"

@@ -22,7 +22,6 @@ from torchax.interop import jax_view
 from zinf.core.interchange.names import Terms, listed, match
 from zinf.core.interchange.safetensors_files import SafetensorsFiles
 from zinf.core.interchange.tensors import AbstractTensors
-from zinf.core.problem.cross_entropy import cross_entropy
 from zinf.core.problem.weighted import Weighted
 from zinf.core.program import ArraySpec
 from zinf.core.text.json_text import unreadable_object
@@ -30,12 +29,11 @@ from zinf.hf import attention
 from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import (
-    IGNORED,
     Batch,
     check_leaves,
     check_some_label,
     check_tokens,
-    next_labels,
+    entropies,
     packed,
     without,
 )
@@ -572,10 +570,7 @@ class Model:
         logits = without(never, logits)
         if temperature != 1:
             logits = logits / temperature
-        labels = next_labels(batch)
-        is_trained = labels != IGNORED
-        losses = cross_entropy(logits, jnp.where(is_trained, labels, 0))
-        return jnp.where(is_trained, losses, 0.0), is_trained
+        return entropies(logits, batch)
 
     @property
     def padding(self) -> int:

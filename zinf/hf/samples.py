@@ -17,7 +17,8 @@ from typing import Any, Literal, Self
 from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.answers import Span, Tally, laid_out, span_by_characters, span_by_tokens
-from zinf.hf.model import IGNORED, Model
+from zinf.hf.batch import IGNORED
+from zinf.hf.model import Model
 from zinf.hf.records import (
     TRAIN_FLAGS,
     records,

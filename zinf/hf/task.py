@@ -33,6 +33,7 @@ from zinf.core.sharding import batch_share
 from zinf.core.step.arrays import array_specs
 from zinf.core.trainer import Hook
 from zinf.data import (
+    TEACHER_LOGITS,
     Bucket,
     TokenBatches,
     make_buckets,
@@ -44,6 +45,7 @@ from zinf.data.share import own_rows
 from zinf.data.text import Split
 from zinf.distributed import AbstractGroup, Alone
 from zinf.hf.analysis import about_rows
+from zinf.hf.batch import IGNORED
 from zinf.hf.card import card_of, run_of
 from zinf.hf.dataset import (
     Samples,
@@ -70,11 +72,12 @@ from zinf.hf.frozen import Frozen, in_words
 from zinf.hf.hub import check_login, push
 from zinf.hf.images.objective import images_in_files
 from zinf.hf.judge import Judge
-from zinf.hf.model import IGNORED, Model, load_as_stored
+from zinf.hf.model import Model, load_as_stored
 from zinf.hf.objectives import objective_of
 from zinf.hf.objectives.objective import Objective
 from zinf.hf.packing import Packed
 from zinf.hf.reference import open_reference
+from zinf.hf.teacher import logits_spec, open_teacher, teacher_of
 from zinf.inference import ROWS
 from zinf.observe.record import METRICS
 
@@ -120,7 +123,18 @@ class Task:
         if self.config.dynamic_batching is not None:
             (bucket,) = self._buckets([self.length])
             rows = self.config.num_microbatches * bucket.rows
-        return self.objective.batch_spec(self.config, rows, self.length)
+        spec = self.objective.batch_spec(self.config, rows, self.length)
+        teacher = self._teacher
+        if teacher is not None:
+            spec = spec | {TEACHER_LOGITS: logits_spec(teacher, rows, self.length)}
+        return spec
+
+    @property
+    def _teacher(self) -> Model | None:
+        """The model that a config has for a teacher, without its weights."""
+        if self.config.distillation is None:
+            return None
+        return teacher_of(self.config, self.model, self.length)
 
     @property
     def num_parameters(self) -> int:
@@ -182,8 +196,10 @@ class Task:
             InfeasibleError: the budgets have no room for all of them.
         """
         config, drawing = self.config, self.objective.drawing
-        if drawing is None:
+        if drawing is None and config.distillation is None:
             return self._engine(config, mesh, group)
+        if drawing is None:
+            return self._beside_teacher(mesh, group)
         judges = drawing.judges(config) if judges is None else judges
         shape = {"rows": batch_size(config), "length": self.length}
         reference, opened, frozen = None, list[Judge](), list[Frozen]()
@@ -206,6 +222,23 @@ class Task:
                 raise error.because(notes) from None
             stack.pop_all()
         engine.reference, engine.judges = reference, tuple(opened)
+        return engine
+
+    def _beside_teacher(self, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
+        """An engine in the budgets that its teacher leaves, which is opened first."""
+        config, frozen, teacher = self.config, list[Frozen](), self._teacher
+        assert teacher is not None
+        spec = self.batch_spec(batch_size(config))
+        del spec[TEACHER_LOGITS]
+        with ExitStack() as stack:
+            opened = open_teacher(teacher, config, mesh, spec)
+            config = _placed(opened.frozen, config, frozen, stack)
+            try:
+                engine = self._engine(config, mesh, group)
+            except InfeasibleError as error:
+                raise error.because(in_words(frozen)) from None
+            stack.pop_all()
+        engine.reference = opened
         return engine
 
     def state_in_words(self, mesh: Mesh, group: AbstractGroup = ALONE) -> list[str]:
@@ -283,6 +316,8 @@ class Task:
             found["model.weights"] = self.model.digest
         if drawing is not None:
             found |= drawing.digests(self.config)
+        if self._teacher is not None:
+            found["distillation.teacher.weights"] = self._teacher.digest
         return found
 
     def check_files(self) -> None:
@@ -577,6 +612,8 @@ class Task:
         if asks is not None:
             asked = asks(engine, self.config)
             return data.map(asked), (Hook(asked.told),)
+        if drawing is None and self.config.distillation is not None:
+            return engine.reference.taught(data, self.config), ()
         if drawing is None:
             return data, ()
         assert isinstance(data, AbstractRollouts), "made by `dataset`"

@@ -9,8 +9,10 @@ from tests.command import run
 from tests.unit.hf.models import (
     SMALL,
     VOCAB,
+    data_file,
     llama,
     make,
+    metrics_of,
     model_folder,
     off,
     on_tier,
@@ -30,6 +32,7 @@ from safetensors.numpy import load_file  # isort: skip
 from torchax.interop import jax_view, torch_view  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.core.config import Config  # isort: skip
 
 pytestmark = pytest.mark.slow
 COUNT, KEPT, LENGTH = 8, 4, 12
@@ -147,6 +150,68 @@ def test_a_student_begins_with_layers_of_its_teacher(tmp_path):
     student = reloaded(output)
     assert student.config.num_hidden_layers == 2
     np.testing.assert_array_equal(torch_logits(student, tokens()), wanted)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_student_learns_from_its_teacher(packing, tmp_path):
+    """In one command; the first loss is that of torch and the divergence by hand."""
+    folder = model_folder(tmp_path, num_hidden_layers=4)
+    student, output = tmp_path / "student", tmp_path / "tuned"
+    run("prune", folder, "--output", student, "--layers", "0,3")
+    common = ["finetune", student, "--data", data_file(tmp_path), "--samples", 6]
+    common += ["--steps", 3, "--learning-rate", 1e-3, *["--packing"] * packing]
+    common += ["--set", "bf16.enabled=false", "--set", "execution=streamed"]
+    common += ["--sequence-length", 8]
+    taught = ["--set", "distillation.coefficient=0.5", "--teacher", folder]
+    run(*common, *taught, "--set", "distillation.until_step=2", "--output", output)
+    losses = [line["loss"] for line in metrics_of(tmp_path / "tuned.run")]
+    config = Config.load(tmp_path / "tuned.run/finetune.yaml")
+    rows = hf.Task(config).rows()
+    batch = {n: np.stack([rows[i][n] for i in range(len(rows))]) for n in rows[0]}
+    labels = torch.tensor(batch["labels"]).long()[:, 1:]
+    if packing:
+        segments = torch.tensor(batch["segment_ids"])
+        labels = torch.where(segments[:, 1:] == segments[:, :-1], labels, -100)
+    is_trained = labels != -100
+    ours, theirs = (
+        torch.log_softmax(torch.tensor(logits_of(name, batch))[:, :-1], -1)[is_trained]
+        for name in (student, folder)
+    )
+    entropy = torch.nn.functional.nll_loss(ours, labels[is_trained])
+    gap = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    assert len(losses) == 3
+    np.testing.assert_allclose(losses[0], entropy + 0.5 * gap, rtol=1e-5)
+    assert losses[1] < losses[0]
+    # The student that is its own teacher has no divergence from it.
+    own = ["--teacher", student, "--output", tmp_path / "own"]
+    run(*common, *own)
+    first = metrics_of(tmp_path / "own.run")[0]["loss"]
+    np.testing.assert_allclose(first, entropy, rtol=1e-5)
+
+
+def logits_of(folder, batch):
+    """By zinf, whose logits are torch's, for packed rows too."""
+    model = hf.load(folder)
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    return np.array(jax.jit(model.logits)(params_of(reloaded(folder)), inputs))
+
+
+def test_teachers_that_cannot_teach_are_refused_by_name(tmp_path):
+    student = model_folder(tmp_path / "student")
+    wider = model_folder(tmp_path / "wider", vocab_size=VOCAB + 8)
+    shorter = model_folder(tmp_path / "shorter", max_position_embeddings=8)
+    common = ["finetune", student, "--data", data_file(tmp_path), "--steps", 1]
+    common += ["--output", tmp_path / "out", "--teacher"]
+    wanted = {
+        (wider,): f"has {VOCAB + 8} words, and",
+        (shorter, "--sequence-length", 16): "reads 8 tokens, and rows have 16",
+        (student, "--objective", "dpo"): "data.objective dpo",
+        (student, "--set", "distillation.step=3"): "distillation.step",
+    }
+    for options, words in wanted.items():
+        text = run(*common, *options, code=2).output
+        assert words in " ".join(text.split()), text
+    assert not (tmp_path / "out").exists()
 
 
 def grouped():

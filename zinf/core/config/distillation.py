@@ -12,7 +12,8 @@ class Distillation(Section):
     """
 
     teacher: Folder
-    """Config file of the run of `zinf train` that made the teacher."""
+    """Config file of the run of `zinf train` that made the teacher. With
+    `model.huggingface`: a model of transformers, as a folder or a name."""
 
     step: Whole | None = None
     """Of the run's checkpoint that is the teacher; null: the newest."""

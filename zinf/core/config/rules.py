@@ -457,11 +457,15 @@ def _distillation(config: Settings) -> Iterator[Violation]:
     model, legacy = config.model, config.curriculum_learning
     efficiency = config.data_efficiency
     changes = efficiency is not None and (efficiency.lengths or efficiency.random_ltd)
+    is_published = model is not None and model.huggingface is not None
+    objective = config.data.objective
     others = {
-        "model.huggingface": model is not None and model.huggingface is not None,
-        "adapter": config.adapter is not None,
+        "adapter": config.adapter is not None and not is_published,
         "curriculum_learning": legacy is not None and legacy.enabled,
         "data_efficiency": bool(changes),
+        f"data.objective {objective}": not config.data.traits.predicts_next,
+        "images": is_published and config.data.images is not None,
+        "distillation.step": is_published and config.distillation.step is not None,
     }
     for name in (name for name, is_used in others.items() if is_used):
         text = f"is not supported with {name} yet. Remove one of them."
