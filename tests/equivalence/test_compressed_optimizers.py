@@ -4,6 +4,7 @@
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,9 @@ def test_after_the_warm_up_a_sixteenth_of_the_bytes_is_sent(kind):
     made = make_planner(square, wide, tx, config(kind)).plan_batch(batch())
     sent = sum(x.sent_bytes for x in step_traffic(compiled_runs(made)).values())
     all_reduce = 2 * 4 * WIDE**2 * (DEVICES - 1) / DEVICES
+    # All leaves go in the same messages: signs and scales, there and back.
+    named = Counter(x.kind for x in collectives_of(made.program.step))
+    assert (named["all-to-all"], named["all-gather"]) == (1, 3)
     # One bit in place of 32, a few scales, and the bias: as it is, or by signs too.
     bias = 2 * 4 * WIDE * (kind != "ZeroOneAdam")
     assert all_reduce / 33 < sent - bias < all_reduce / 31

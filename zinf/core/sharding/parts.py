@@ -78,6 +78,14 @@ class AbstractParts(ABC):
                 what the update of the gradient makes of it; None without one.
         """
 
+    @classmethod
+    def exchange_all(
+        cls, parts: Sequence[Self], contents: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[Any, list[Any], Any]]:
+        """What `exchange` returns for several gradients, given its arguments."""
+        pairs = zip(parts, contents, strict=True)
+        return [one.exchange(*arguments) for one, arguments in pairs]
+
     def error_shapes(self, count: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the errors of so many devices, if `joined` takes them."""
         del count

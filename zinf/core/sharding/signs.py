@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -183,58 +183,58 @@ class SignedParts(AbstractParts):
         self, parts: Any, errors: Sequence[Any], dtype: Any, state: Any = None
     ) -> tuple[Any, list[Any], Any]:
         """See `AbstractParts`."""
+        (found,) = self.exchange_all([self], [(parts, errors, dtype, state)])
+        return found
 
-        def run(part: Any, errors: Any, state: Any) -> tuple[Any, list[Any], Any]:
+    @classmethod
+    def exchange_all(
+        cls, parts: Sequence[Self], contents: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[Any, list[Any], Any]]:
+        """See `AbstractParts`; all gradients go in the same messages."""
+        mesh = parts[0].mesh
+
+        def run(own: Any, errors: Any, states: Any) -> Any:
             # Parts are of the mean over all devices.
-            gradient = self.mesh.size * jnp.squeeze(part, DEVICE_DIM)
-            return self._exchange_here(gradient.astype(jnp.float32), errors, state)
+            gradients = [mesh.size * jnp.squeeze(x, DEVICE_DIM) for x in own]
+            gradients = [x.astype(jnp.float32) for x in gradients]
+            return cls._exchange_here(parts, gradients, errors, states)
 
-        own, whole = PartitionSpec(None, DEVICE), PartitionSpec()
-        if state is not None:
-            state = self.total.unpadded(state)
-        mapped = on_each_device(self.mesh, run, (own, own, whole), (whole, own, whole))
-        total, new, state = mapped(parts, list(errors), state)
-        constrained = jax.lax.with_sharding_constraint
-        pairs = zip(new, self.errors, strict=True)
-        new = [constrained(error, layout.device) for error, layout in pairs]
-        total = constrained(total.astype(dtype), self.total.device)
-        if state is not None:
-            state = cut(state, self.total)
-        return cut(total, self.total), new, state
+        own, errors, dtypes, states = map(list, zip(*contents, strict=True))
+        states = [
+            x if x is None else one.total.unpadded(x)
+            for one, x in zip(parts, states, strict=True)
+        ]
+        mine, whole = PartitionSpec(None, DEVICE), PartitionSpec()
+        mapped = on_each_device(mesh, run, (mine, mine, whole), (whole, mine, whole))
+        results = zip(parts, dtypes, *mapped(own, errors, states), strict=True)
+        return [one._placed(*its) for one, *its in results]
 
-    def _exchange_here(
-        self, gradient: Any, errors: Sequence[Any], state: Any
+    def _placed(
+        self, dtype: Any, total: Any, errors: Sequence[Any], state: Any
     ) -> tuple[Any, list[Any], Any]:
-        """The gradient that all devices take, the new errors of this one, and the new
-        state of all.
+        """What `exchange` returns, of whole arrays."""
+        constrained = jax.lax.with_sharding_constraint
+        pairs = zip(errors, self.errors, strict=True)
+        errors = [constrained(error, layout.device) for error, layout in pairs]
+        total = cut(constrained(total.astype(dtype), self.total.device), self.total)
+        return total, errors, state if state is None else cut(state, self.total)
+
+    @classmethod
+    def _exchange_here(
+        cls,
+        parts: Sequence[Self],
+        gradients: Sequence[Any],
+        errors: Sequence[Any],
+        states: Sequence[Any],
+    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        """The gradients that all devices take, the new errors of this one, and the new
+        states of all.
 
         Args:
-            gradient: of this device, as if its examples were all.
+            gradients: of this device, as if its examples were all.
         """
-        del state
-        worker, server, *others = errors
-        mean, *new = self.average(gradient, worker, server)
-        return mean, [*new, *others], None
-
-    def average(self, own: Any, worker: Any, server: Any) -> tuple[Any, Any, Any]:
-        """The mean over devices by signs and the new errors; inside `shard_map`."""
-        count, size = self.mesh.size, prod(self.total.shape)
-        sent = jnp.pad(own.reshape(-1), (0, count * self._chunk(count) - size))
-        sent = sent + worker.reshape(-1)
-        scale = _root_mean_square(sent)
-        lost = sent - scale * _sign(sent)
-        signs = jnp.packbits((sent >= 0).reshape(count, -1), axis=-1)
-        received = jax.lax.all_to_all(signs, DEVICE, 0, 0, tiled=True)
-        scales = jax.lax.all_gather(scale, DEVICE)
-        average = (_unpacked(received) * (scales[:, None] / count)).sum(0)
-        average = average + server.reshape(-1)
-        again = _root_mean_square(average)
-        lost_again = average - again * _sign(average)
-        all_signs = jax.lax.all_gather(jnp.packbits(average >= 0), DEVICE)
-        all_scales = jax.lax.all_gather(again, DEVICE)
-        mean = (_unpacked(all_signs) * all_scales[:, None]).reshape(-1)[:size]
-        mean = mean.reshape(self.total.shape)
-        return mean, lost.reshape(worker.shape), lost_again.reshape(server.shape)
+        means, new = averaged(parts[0].mesh.size, gradients, errors)
+        return means, new, states
 
 
 @dataclass(frozen=True)
@@ -248,13 +248,63 @@ class MomentumParts(SignedParts):
     b1: float
     state = Momenta.state
 
+    @classmethod
     def _exchange_here(
-        self, gradient: Any, errors: Sequence[Any], state: Any
-    ) -> tuple[Any, list[Any], Any]:
-        own = self.b1 * state + (1 - self.b1) * gradient
-        new, *lost = self.average(own, *errors)
+        cls,
+        parts: Sequence[Self],
+        gradients: Sequence[Any],
+        errors: Sequence[Any],
+        states: Sequence[Any],
+    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        b1 = parts[0].b1
+        pairs = zip(states, gradients, strict=True)
+        own = [b1 * state + (1 - b1) * gradient for state, gradient in pairs]
+        new, lost = averaged(parts[0].mesh.size, own, errors)
         # At stage 1 an update has a part of the momentum, and all is needed next time.
-        return (new - self.b1 * state) / (1 - self.b1), lost, new
+        changes = zip(new, states, strict=True)
+        return [(after - b1 * m) / (1 - b1) for after, m in changes], lost, new
+
+
+def averaged(
+    count: int, own: Sequence[Any], errors: Sequence[Sequence[Any]]
+) -> tuple[list[Any], list[list[Any]]]:
+    """Means over devices by signs, and the new errors; inside `shard_map`.
+
+    The signs of all leaves go in one message and their scales in another, both ways.
+
+    Args:
+        count: the number of devices.
+        own: an array of each leaf, of this device.
+        errors: of each leaf; those after the first two stay.
+    """
+    sent = [
+        jnp.pad(x.reshape(-1), (0, lost[0].size - x.size)) + lost[0].reshape(-1)
+        for x, lost in zip(own, errors, strict=True)
+    ]
+    scales = [_root_mean_square(x) for x in sent]
+    signs = [jnp.packbits((x >= 0).reshape(count, -1), axis=-1) for x in sent]
+    received = jax.lax.all_to_all(jnp.concatenate(signs, 1), DEVICE, 0, 0, tiled=True)
+    ends = np.cumsum([x.shape[1] for x in signs])[:-1]
+    received = jnp.split(received, ends, axis=1)
+    factors = jax.lax.all_gather(jnp.stack(scales), DEVICE) / count
+    averages = [
+        (_unpacked(x) * factors[:, i, None]).sum(0) + errors[i][AVERAGES].reshape(-1)
+        for i, x in enumerate(received)
+    ]
+    again = [_root_mean_square(x) for x in averages]
+    packed = jnp.concatenate([jnp.packbits(x >= 0) for x in averages])
+    all_signs = jnp.split(jax.lax.all_gather(packed, DEVICE), ends, axis=1)
+    all_scales = jax.lax.all_gather(jnp.stack(again), DEVICE)
+    means, new = [], []
+    for i, x in enumerate(own):
+        mean = (_unpacked(all_signs[i]) * all_scales[:, i, None]).reshape(-1)
+        means.append(mean[: x.size].reshape(x.shape))
+        worker, server, *others = errors[i]
+        lost = sent[i] - scales[i] * _sign(sent[i])
+        lost_again = averages[i] - again[i] * _sign(averages[i])
+        both = lost.reshape(worker.shape), lost_again.reshape(server.shape)
+        new.append([*both, *others])
+    return means, new
 
 
 def on_each_device(mesh: Mesh, run: Any, inputs: Any, outputs: Any) -> Any:

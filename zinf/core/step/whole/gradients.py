@@ -20,7 +20,7 @@ from zinf.core.jaxpr import inline_all, trace
 from zinf.core.problem.weighted import WEIGHT
 from zinf.core.program import ArrayId, Role
 from zinf.core.segment.parts import PartialSums
-from zinf.core.sharding import cut, gather
+from zinf.core.sharding import AbstractParts, cut, gather
 from zinf.core.sharding.mesh import SEQ
 from zinf.core.sharding.parts import DEVICE_DIM
 from zinf.core.step.sums import sum_dtype
@@ -90,19 +90,27 @@ def exchanged(
     """
     totals, new = dict(grads), {}
     leaves = {leaf.path: leaf for leaf in frame.separated.leaves}
-    for path, parts in frame.layouts.parts.items():
-        slots = range(len(parts.errors))
-        errors = [ArrayId(Role.ERROR, path, slot=slot) for slot in slots]
-        before, dtype = [arrays[a] for a in errors], grads[path].dtype
-        read = None
-        if parts.state:
-            read = leaves[path].named_states()[parts.state].array(path)
-        state = None if read is None else arrays[read]
-        totals[path], after, state = parts.exchange(grads[path], before, dtype, state)
-        new.update(zip(errors, after, strict=True))
-        if read is not None:
-            new[read] = state
+    parts, contents, read = frame.layouts.parts, [], {}
+    for path, one in parts.items():
+        errors = [arrays[a] for a in _errors(path, one)]
+        state = None
+        if one.state:
+            read[path] = leaves[path].named_states()[one.state].array(path)
+            state = arrays[read[path]]
+        contents.append((grads[path], errors, grads[path].dtype, state))
+    first, *_ = *parts.values(), None
+    found = [] if first is None else first.exchange_all([*parts.values()], contents)
+    for (path, one), result in zip(parts.items(), found, strict=True):
+        totals[path], errors, state = result
+        new.update(zip(_errors(path, one), errors, strict=True))
+        if path in read:
+            new[read[path]] = state
     return totals, new
+
+
+def _errors(path: str, parts: AbstractParts) -> list[ArrayId]:
+    slots = range(len(parts.errors))
+    return [ArrayId(Role.ERROR, path, slot=slot) for slot in slots]
 
 
 def _zeros(frame: Frame, params: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 
 from zinf.core.optim.separate import LeafUpdate
 from zinf.core.program import ArrayId, Role
-from zinf.core.sharding.local_steps import STEPS_SLOT, LocalSteps, OwnSteps
-from zinf.core.sharding.signs import DEVICE, Phase, on_each_device
+from zinf.core.sharding.local_steps import STEPS_SLOT, LocalSteps
+from zinf.core.sharding.signs import DEVICE, Phase, averaged, on_each_device
 from zinf.core.sharding.wire import cut
 from zinf.core.step.sums import sum_dtype, sum_squares
 from zinf.core.step.whole.frame import Frame
@@ -101,14 +101,16 @@ class _StepHere:
         new = dict(arrays)
         own = {
             path: arrays[params[path].updated()]
-            + arrays[ArrayId(Role.ERROR, path, slot=STEPS_SLOT)][0, 0]
+            + arrays[_error(path, STEPS_SLOT)][0, 0]
             for path in layouts.parts
         }
         others = {p: arrays[ArrayId(Role.PARAM, p)] for p in params if p not in own}
         computed = {p: x.astype(params[p].compute.dtype) for p, x in own.items()}
         grads, losses = self._gradients(computed, others, batch, keys, seed)
         for leaf in self._frame.separated.leaves:
-            new |= self._updated(leaf, arrays, grads[leaf.path], own[leaf.path], rates)
+            new |= self._stepped(leaf, arrays, grads[leaf.path], own[leaf.path], rates)
+        if self._is_exchanged:
+            new |= self._exchanged(new, rates)
         square = jax.lax.pmean(sum_squares(list(grads.values())), DEVICE)
         new |= {a: cut(new[a], form) for a, form in forms.items()}
         return list(new.values()), losses, square
@@ -143,7 +145,7 @@ class _StepHere:
         grads = {p: g.astype(jnp.float32) for p, g in grads.items()}
         return grads, jax.lax.pmean(losses, DEVICE)
 
-    def _updated(
+    def _stepped(
         self,
         leaf: LeafUpdate,
         arrays: Mapping[ArrayId, Any],
@@ -151,37 +153,54 @@ class _StepHere:
         param: Any,
         rates: Sequence[Any],
     ) -> dict[ArrayId, Any]:
-        """The new arrays of a leaf.
+        """The new momentum of a leaf on this device, and the sum of its steps.
 
         Args:
             param: its master on this device.
         """
-        rule, path, (rate, total_rate, is_first) = self._rule, leaf.path, rates
-        states = leaf.named_states()
-        mu, nu = (states[name].array(path) for name in ("mu", "nu"))
-        worker, server, steps, momentum = (
-            ArrayId(Role.ERROR, path, slot=slot) for slot in range(STEPS_SLOT + 2)
-        )
+        rule, (rate, _, is_first) = self._rule, rates
+        mu, nu = self._moments(leaf)
+        steps, momentum = (_error(leaf.path, STEPS_SLOT + n) for n in range(2))
         before = jnp.where(is_first, arrays[mu], arrays[momentum][0, 0])
         after = rule.b1 * before + (1 - rule.b1) * gradient
-        root = jnp.sqrt(arrays[nu]) + rule.eps
-        direction = after / root
+        direction = after / (jnp.sqrt(arrays[nu]) + rule.eps)
         if rule.weight_decay:
             direction = direction + rule.weight_decay * param
         # See [Note: zero variance].
         direction = jnp.where(arrays[nu] > 0, direction, 0)
         taken = arrays[steps][0, 0] - rate * direction
-        new = {momentum: after[None, None]}
-        if not self._is_exchanged:
-            return {**new, steps: taken[None, None]}
-        parts, spec = self._frame.layouts.parts[path], self._frame.problem.params[path]
-        assert isinstance(parts, OwnSteps)
-        errors = arrays[worker], arrays[server]
-        mean, new[worker], new[server] = parts.average(taken * root, *errors)
-        mean = jnp.where(arrays[nu] > 0, mean, 0)
-        master = arrays[spec.updated()] + mean / root
-        copy = spec.copy()
-        if copy is not None:
-            new[copy] = master.astype(spec.compute.dtype)
-        zeros = jnp.zeros_like(arrays[steps])
-        return new | {spec.updated(): master, mu: -mean / total_rate, steps: zeros}
+        return {momentum: after[None, None], steps: taken[None, None]}
+
+    def _exchanged(
+        self, arrays: Mapping[ArrayId, Any], rates: Sequence[Any]
+    ) -> dict[ArrayId, Any]:
+        """What an exchange of the sums of steps makes of arrays with `_stepped`."""
+        leaves, count = self._frame.separated.leaves, self._frame.layouts.mesh.size
+        new: dict[ArrayId, Any] = {}
+        variances = [arrays[self._moments(leaf)[1]] for leaf in leaves]
+        roots = [jnp.sqrt(x) + self._rule.eps for x in variances]
+        steps = [arrays[_error(leaf.path, STEPS_SLOT)][0, 0] for leaf in leaves]
+        errors = [[arrays[_error(leaf.path, n)] for n in range(2)] for leaf in leaves]
+        own = [x * root for x, root in zip(steps, roots, strict=True)]
+        means, lost = averaged(count, own, errors)
+        for i, leaf in enumerate(leaves):
+            mean = jnp.where(variances[i] > 0, means[i], 0)
+            spec = self._frame.problem.params[leaf.path]
+            master = arrays[spec.updated()] + mean / roots[i]
+            copy = spec.copy()
+            if copy is not None:
+                new[copy] = master.astype(spec.compute.dtype)
+            new[spec.updated()] = master
+            new[self._moments(leaf)[0]] = -mean / rates[1]
+            new |= {_error(leaf.path, n): x for n, x in enumerate(lost[i])}
+            zeros = jnp.zeros_like(arrays[_error(leaf.path, STEPS_SLOT)])
+            new[_error(leaf.path, STEPS_SLOT)] = zeros
+        return new
+
+    def _moments(self, leaf: LeafUpdate) -> tuple[ArrayId, ArrayId]:
+        states = leaf.named_states()
+        return states["mu"].array(leaf.path), states["nu"].array(leaf.path)
+
+
+def _error(path: str, slot: int) -> ArrayId:
+    return ArrayId(Role.ERROR, path, slot=slot)
