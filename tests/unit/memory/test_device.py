@@ -11,8 +11,8 @@ from tests.unit.memory.test_store import assert_waits
 from zinf.core.memory import BudgetExceeded, DeviceStore, aligned_empty, to_host
 from zinf.core.memory import device as device_module
 from zinf.core.memory.device import to_device
-from zinf.core.memory.host.aligned import POOLED_FROM_BYTES
 from zinf.core.memory.host.pool import POOL
+from zinf.core.memory.host.region import HUGE_PAGE_BYTES
 from zinf.core.program import ArrayId, Role
 
 WHOLE = ArrayId(Role.PARAM, "w")
@@ -164,7 +164,7 @@ def test_to_host_copies_to_aligned_memory_of_its_own(shape):
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.bool_])
 def test_large_arrays_pass_bit_for_bit_and_leave_their_memory_in_time(dtype):
     POOL.trim()
-    source = np.arange(POOLED_FROM_BYTES).astype(dtype)
+    source = np.arange(HUGE_PAGE_BYTES).astype(dtype)
     (array,) = to_device([source], jax.devices()[0])
     assert array.dtype == source.dtype
     np.testing.assert_array_equal(to_host(array)[0], source)

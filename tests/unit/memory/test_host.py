@@ -8,13 +8,9 @@ import pytest
 
 from zinf.core.memory import HostStore, aligned_empty, device_alias, host_alias, to_host
 from zinf.core.memory.host.alias import SHARED_FROM_BYTES
-from zinf.core.memory.host.aligned import (
-    PAGED_FROM_BYTES,
-    POOLED_FROM_BYTES,
-    address,
-    aligned_copy,
-)
+from zinf.core.memory.host.aligned import PAGED_FROM_BYTES, address, aligned_copy
 from zinf.core.memory.host.pool import POOL
+from zinf.core.memory.host.region import HUGE_PAGE_BYTES
 from zinf.core.memory.host.store import is_adoptable
 from zinf.core.program import ArrayId, Role
 
@@ -119,7 +115,7 @@ def test_a_device_has_an_array_and_its_rows_where_the_host_has_them(device):
 
 def test_memory_stays_until_the_last_of_both_is_gone(device):
     POOL.trim()
-    memory = filled(POOLED_FROM_BYTES, value=1)
+    memory = filled(HUGE_PAGE_BYTES, value=1)
     alias = device_alias(memory, device)
     assert alias is not None
     del memory

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from zinf.core.memory.host.aligned import POOLED_FROM_BYTES, address, aligned_empty
+from zinf.core.memory.host.aligned import address, aligned_empty
 from zinf.core.memory.host.pool import POOL, Pool
 from zinf.core.memory.host.region import HUGE_PAGE_BYTES, UNIT_BYTES, Region
 from zinf.core.process.malloc import anonymous_bytes
@@ -249,12 +249,12 @@ def test_no_block_ever_has_two_owners_while_others_come_back(
 
 def test_large_arrays_come_from_the_common_pool_and_go_back():
     POOL.trim()
-    array = aligned_empty((POOLED_FROM_BYTES // 4,), np.float32)
+    array = aligned_empty((2 * HUGE_PAGE_BYTES // 4,), np.float32)
     assert address(array) % UNIT_BYTES == 0
     part = array.reshape(2, -1)[1]
     del array
     assert POOL.idle_bytes == 0
     del part
     # Its first and last page may be other blocks' too.
-    assert POOL.idle_bytes >= POOLED_FROM_BYTES - HUGE_PAGE_BYTES
+    assert POOL.idle_bytes >= HUGE_PAGE_BYTES
     POOL.trim()
