@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -252,3 +253,19 @@ def test_rows_of_an_array_that_is_there_whole_are_freed_with_it() -> None:
             assert stores[Tier.HOST].contains(array) == (array == whole)
         free_copies(stores, [(rows, Tier.HOST), (whole, Tier.HOST)])
         assert not stores[Tier.HOST].ledger.used_bytes
+
+
+def test_rates_are_those_of_the_mix_of_instructions_that_a_plan_has(monkeypatch):
+    """Nine transfers of 10 bytes take a second each, and one of 100 takes two."""
+    kinds = {10: 9, 100: 1}
+    small, large = (
+        Instruction(Transfer((), Tier.HOST, Tier.DEVICE), Link.H2D, (), nbytes=nbytes)
+        for nbytes in kinds
+    )
+    took = {10: 1.0, 100: 2.0}
+    bench = SimpleNamespace(seconds=lambda some: [took[x.nbytes] for x in some])
+    monkeypatch.setattr(calibrate, "_bench", lambda *_: nullcontext(bench))
+    made = SimpleNamespace(plan=SimpleNamespace(rates=Rates(overhead_seconds=0.0)))
+    counts = {calibrate._kind(x): kinds[x.nbytes] for x in (small, large)}
+    found = calibrate._measured([(small,), (large,)], counts, made, None, None)
+    assert found.link_bytes_per_second[Link.H2D] == (9 * 10 + 100) / (9 * 1 + 2)

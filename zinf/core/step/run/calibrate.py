@@ -16,8 +16,8 @@ within the budgets too.
 
 import logging
 import shutil
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -41,6 +41,7 @@ from zinf.core.optim.update import compile_advance
 from zinf.core.plan import (
     Copy,
     Instruction,
+    Link,
     Plan,
     Rates,
     Run,
@@ -104,12 +105,14 @@ def measure_rates(made: Streamed, setup: Setup, spec: Any) -> Rates:
     """
     rates = made.plan.rates
     chosen = samples(made.plan)
-    work = tuple((x.link, x.nbytes, x.flops) for some in chosen for x in some)
+    counts = Counter(map(_kind, made.plan.instructions))
+    kinds = [_kind(x) for some in chosen for x in some]
+    work = tuple((kind, counts[kind]) for kind in kinds)
     key = work, setup.rule.mesh, setup.config.nvme_paths
     if key not in FOUND:
         file = _file(work, setup, rates)
         known = _recalled(file) or _Known(
-            _measured(chosen, made, setup, spec), file, time()
+            _measured(chosen, counts, made, setup, spec), file, time()
         )
         if not known.is_of_earlier_start and file is not None:
             written = RatesFile.of(known.rates, "").model_dump(mode="json")
@@ -159,18 +162,33 @@ class StepsBesideRates:
 
 def _measured(
     chosen: Sequence[tuple[Instruction, ...]],
+    counts: Mapping[Any, int],
     made: Streamed,
     setup: Setup,
     spec: Any,
 ) -> Rates:
+    """Rates at which all instructions of the measured kinds take the time measured.
+
+    A small transfer is slower a byte than a large one, and there may be more of them.
+
+    Args:
+        counts: instructions of each kind in the plan.
+    """
     ran: list[Instruction] = []
     seconds: list[float] = []
     with _bench(made, setup, spec) as bench:
         for some in chosen:
-            ran += some
-            seconds += bench.seconds(some)
+            for instruction, taken in zip(some, bench.seconds(some), strict=True):
+                count = counts[_kind(instruction)]
+                ran += [instruction] * count
+                seconds += [taken] * count
     timeline = Timeline((0.0,) * len(ran), tuple(seconds))
     return measured_rates(ran, timeline, made.plan.rates)
+
+
+def _kind(instruction: Instruction) -> tuple[Link, int, int]:
+    """What instructions that take as long have in common."""
+    return instruction.link, instruction.nbytes, instruction.flops
 
 
 def _file(work: Any, setup: Setup, otherwise: Rates) -> Path | None:
