@@ -10,7 +10,9 @@ affects them alike; in each round the drive is measured too, by reading the file
 weights with O_DIRECT. The bound is the least of these times for each token: all weights
 are read once a token, whatever the batch.
 
-zinf has budgets of --device and --host, and all its weights rest on the drive.
+zinf has budgets of --device and --host, and all its weights rest on the drive (--tier
+nvme) or on the host. Beside its time is what `zinf plan --generate` predicts for a
+token, with rates that are measured before each round.
 accelerate has device_map="auto", max_memory={"cpu": --cpu} and an offload_folder. It
 reads files through the page cache, in which this model has room; for one that is larger
 than memory they are not there, so "accelerate" drops them before each token.
@@ -26,7 +28,6 @@ ZeRO-Inference comes as a wheel.
 
 import argparse
 import json
-import mmap
 import os
 import platform
 import random
@@ -48,6 +49,13 @@ from served import Served, answer
 
 import zinf
 from zinf import hf
+from zinf.cli.forecast import pace_of, planned_generation
+from zinf.core.engine.initialize import measuring
+from zinf.core.machine.devices import on_devices
+from zinf.core.memory import aligned_empty
+from zinf.core.step.run import calibrate
+from zinf.hf.engine import running
+from zinf.inference import Forecast, forecasts
 
 NAMES = ("zinf", "accelerate", "accelerate-cached")
 WARM_UP = 1  # Rounds that compile and fault in memory.
@@ -78,23 +86,53 @@ def serve(options: dict[str, Any]) -> None:
     """Generates for every line of stdin; prints seconds and tokens, as JSON."""
     zinf.tune_malloc()
     prompts = np.load(options["prompts"])
-    offload = {"device": "nvme"}
+    offload = {"device": "cpu" if options["tier"] == "host" else "nvme"}
     budgets = {"device": options["device"], "host": options["host"]}
     config = {
         "memory": budgets | {"nvme": [options["folder"]]},
         "zero_optimization": {"stage": 3, "offload_param": offload},
         "persistence_threshold": 1,
+        "rates": "measured",
+        "compile_cache": False,
     }
     rows = min(len(prompts), options["rows"])
     model = hf.load(options["model"])
     with hf.open_model(model, config, rows=rows, length=PROMPT) as engine:
         answer({"homes": sorted({t.name for t in engine.residents.homes.values()})})
         for _ in sys.stdin:
-            began = time.perf_counter()
+            before = moved("self")
+            predicted = predict(model, config, len(prompts), rows, options["tokens"])
+            aside, began = moved("self") - before, time.perf_counter()
             tokens = engine.generate(
                 list(prompts), max_new_tokens=options["tokens"], rows=rows
             )
-            answer({"seconds": time.perf_counter() - began, "tokens": tokens})
+            seconds = time.perf_counter() - began
+            told = {"seconds": seconds, "tokens": tokens}
+            answer(told | {"predicted": predicted, "aside": aside})
+
+
+def moved(process: int | str) -> int:
+    """Bytes that a process has read from drives, in total."""
+    lines = Path(f"/proc/{process}/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def predict(model: Any, config: Any, batch: int, rows: int, num_tokens: int) -> float:
+    """Seconds of a call as `zinf plan --generate` predicts them, measuring anew."""
+    calibrate.FOUND.clear()
+    run = running(model, config, rows=rows, length=PROMPT)
+    _, mesh = on_devices(config)
+    planner = measuring(run.planner(mesh=mesh, topology=None))
+    generation, placed = planned_generation(run, planner)
+    (found,) = forecasts(
+        generation,
+        (batch,),
+        prompt_length=PROMPT,
+        max_new_tokens=num_tokens,
+        pace=pace_of(run.config, None, placed),
+    )
+    assert isinstance(found, Forecast)
+    return found.prefill_seconds + (num_tokens - 1) * found.decode_seconds
 
 
 class Contender(Served):
@@ -118,20 +156,18 @@ class Contender(Served):
         self.peak = MemoryPeak(self.process.pid)
         self.ready = self.answer()
         self.seconds: list[float] = []
+        self.predicted: list[float] = []
         self.read: list[int] = []
         self.tokens: list[list[int]] = []
 
     def generate(self) -> None:
-        before = self.moved()
+        before = moved(self.process.pid)
         found = self.ask()
-        self.read.append(self.moved() - before)
+        aside = found.get("aside", 0)
+        self.read.append(moved(self.process.pid) - before - aside)
         self.seconds.append(found["seconds"])
+        self.predicted.append(found.get("predicted", float("nan")))
         self.tokens = found["tokens"]
-
-    def moved(self) -> int:
-        """Bytes that the process has read from drives, in total."""
-        lines = Path(f"/proc/{self.process.pid}/io").read_text().splitlines()
-        return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
     def close(self) -> None:
         self.peak_bytes = self.peak.nbytes()
@@ -143,7 +179,8 @@ def read_seconds(path: Path) -> float:
     """The time to read a file past the page cache, with several reads at once."""
     size = path.stat().st_size // BLOCK * BLOCK
     file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    memory = [mmap.mmap(-1, BLOCK) for _ in range(THREADS)]
+    # Private memory, so on huge pages: into small ones, reads are half as fast.
+    memory = [aligned_empty((BLOCK,), np.uint8) for _ in range(THREADS)]
 
     def work(number: int) -> None:
         for start in range(number * BLOCK, size, THREADS * BLOCK):
@@ -185,7 +222,7 @@ def report(batch: int, running: Any, drive: list[float], num_tokens: int) -> Any
     bound = min(drive)
     table = Table(
         *("", "tokens/s", "least-most", "s a token", "over bound", "over zinf"),
-        *("GB read a token", "GiB peak"),
+        *("GB read a token", "GiB peak", "predicted"),
         box=None,
     )
     zinf_rounds = running[0].seconds[WARM_UP:]
@@ -205,12 +242,24 @@ def report(batch: int, running: Any, drive: list[float], num_tokens: int) -> Any
             f"{ratio:.2f}",
             f"{read / 1e9:.2f}",
             f"{peak / 2**30:.2f}",
+            ratios(contender.predicted[WARM_UP:], seconds),
         )
-        figures[contender.name] = {"seconds": seconds, "peak": peak, "read": read}
+        figures[contender.name] = {
+            "seconds": seconds,
+            "peak": peak,
+            "read": read,
+            "predicted": contender.predicted[WARM_UP:],
+        }
     print(f"\nbatch {batch}, load {os.getloadavg()[0]:.1f} at the end")
     print(f"the drive: {bound:.2f} to {max(drive):.2f} s for all weights")
     Console(width=120, highlight=False).print(table)
     return {"batch": batch, "drive": drive, "contenders": figures}
+
+
+def ratios(predicted: list[float], seconds: list[float]) -> str:
+    """Median, least and most of the prediction over the time of the same round."""
+    found = sorted(p / s for p, s in zip(predicted, seconds, strict=True))
+    return f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
 
 def main() -> None:
@@ -239,7 +288,7 @@ def main() -> None:
         options.json.write_text(json.dumps({"bytes": nbytes, "groups": found}))
 
 
-SETTINGS = ("tokens", "rows", "device", "host", "cpu")
+SETTINGS = ("tokens", "rows", "device", "host", "cpu", "tier")
 
 
 def parse() -> argparse.Namespace:
@@ -254,6 +303,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--device", default="320MiB", help="zinf's budget")
+    parser.add_argument("--tier", default="nvme", choices=("host", "nvme"))
     parser.add_argument("--host", default="192MiB", help="zinf's budget")
     parser.add_argument("--cpu", default="256MiB", help="accelerate's max_memory")
     parser.add_argument("--json", type=Path, help="where to write all measures")

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors, returning_exit_code
+from zinf.cli.gpt_task import RunningGpt
 from zinf.cli.plan import on_machine, rates_note
 from zinf.cli.report import console
 from zinf.cli.task import task_of
@@ -17,9 +18,11 @@ from zinf.core.config import Config
 from zinf.core.engine.initialize import measuring
 from zinf.core.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
 from zinf.core.program import Tier
+from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
 from zinf.core.text.complaint import tell
 from zinf.core.topology import Topology, only_read
+from zinf.hf.engine import Running
 from zinf.inference import (
     Forecast,
     GenerationPlanner,
@@ -133,39 +136,54 @@ def _print_forecasts(
     planner = running.planner(mesh=mesh, topology=machine)
     if machine is None:
         planner = measuring(planner)
-    decoder = running.decoder(planner)
-    lengths = asked.lengths(decoder.max_length)
+    lengths = asked.lengths(running.decoder(planner).max_length)
     tell(
         f"{name}: {running.num_parameters:,} parameters, "
         f"{show_bytes(planner.param_bytes)}, "
         f"prompts of {lengths[0]:,} tokens and {lengths[1]:,} new ones",
     )
     try:
-        placed = planner.plan(planner.batch_spec(running.batch))
+        generation, placed = planned_generation(running, planner)
     except InfeasibleError as error:
         tell(f"does not fit: {error}\n")
         return DOES_NOT_FIT
-    sampling, key = Sampling(temperature=0.0), jax.random.key(0)
-    generation = GenerationPlanner(
-        planner,
-        AtRest(placed.plan.homes, placed.layouts),
-        Steps(planner.problem, decoder, sampling, planner.problem.bound, key),
-        running.execution,
-    )
-    resting = weight_bytes(placed.plan, generation)
-    tell(f"weights at rest: {_by_tier(resting, placed.plan)}")
+    resting = weight_bytes(placed, generation)
+    tell(f"weights at rest: {_by_tier(resting, placed)}")
     found = list(
         forecasts(
             generation,
             asked.batch_sizes,
             prompt_length=lengths[0],
             max_new_tokens=lengths[1],
-            pace=pace_of(config, machine, placed.plan),
+            pace=pace_of(config, machine, placed),
         )
     )
     _print_table(found, resting)
     tell(f"\n{_note(config, machine)}")
     return 0 if any(isinstance(x, Forecast) for x in found) else DOES_NOT_FIT
+
+
+def planned_generation(
+    running: Running | RunningGpt, planner: Planner
+) -> tuple[GenerationPlanner, Plan]:
+    """What plans greedy generation, and the plan that says where weights rest.
+
+    Args:
+        planner: that of `running`.
+
+    Raises:
+        InfeasibleError: the weights do not fit.
+    """
+    placed = planner.plan(planner.batch_spec(running.batch))
+    decoder, sampling = running.decoder(planner), Sampling(temperature=0.0)
+    bound, key = planner.problem.bound, jax.random.key(0)
+    generation = GenerationPlanner(
+        planner,
+        AtRest(placed.plan.homes, placed.layouts),
+        Steps(planner.problem, decoder, sampling, bound, key),
+        running.execution,
+    )
+    return generation, placed.plan
 
 
 def _print_table(
