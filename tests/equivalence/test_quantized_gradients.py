@@ -1,5 +1,6 @@
 """Gradients that are exchanged as 4-bit integers (ZeRO++ qgZ)."""
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -178,12 +179,14 @@ def test_a_fused_step_feeds_back_as_a_streamed_one():
     assert fused.deviation(streamed) <= 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.gpu_compiler
-def test_gpus_send_a_quarter_of_the_bytes_of_bfloat16():
-    """Between the devices of a node, and between two nodes of eight H200."""
-    topology, dim = parse_topology("h200:16"), 4096
-    mesh = zinf.make_mesh(topology.devices())
+NODES, LOCAL, WIDTH = 2, 8, 4096
+NUMBERS = 8 * WIDTH**2
+
+
+def sent_by_gpus(*more: tuple[str, Any], **mesh: int) -> Counter[tuple[str, int]]:
+    """Bytes that one of 16 H200 on two nodes sends in a step, by kind and group."""
+    topology, dim = parse_topology(f"h200:{NODES * LOCAL}"), WIDTH
+    on = {"mesh": zinf.make_mesh(topology.devices(), **mesh), "topology": topology}
 
     def init() -> dict[str, jax.Array]:
         return {"up": jnp.zeros((dim, 4 * dim)), "down": jnp.zeros((4 * dim, dim))}
@@ -193,28 +196,51 @@ def test_gpus_send_a_quarter_of_the_bytes_of_bfloat16():
         return jnp.mean(jnp.square((hidden @ params["down"]).astype(jnp.float32)))
 
     batch = {"x": jax.ShapeDtypeStruct((16, 1024, dim), jnp.float32)}
-    sent = {}
-    for is_quantized in (False, True):
-        config = Setting(mesh="8", more=QGZ if is_quantized else ()).config(WIDE, "")
-        config |= {"bf16": {"enabled": True}, "execution": "fused", "memory": {}}
-        config["zero_optimization"] |= {
-            "offload_param": None,
-            "offload_optimizer": None,
-        }
-        on = {"mesh": mesh, "topology": topology}
-        made = make_planner(loss, init, OPTIMIZERS[ADAM], config, **on)
-        ((_, code, _),) = made.plan_batch(batch).executables()
-        for one in collectives_of(code):
-            key = is_quantized, one.kind, one.group_size
-            sent[key] = sent.get(key, 0) + one.sent_bytes
-    numbers, nodes, local = 8 * dim**2, 2, 8
-    plain = sent[False, "reduce-scatter", nodes * local]
-    assert plain == 2 * numbers * 15 / 16
-    within, between = sent[True, "all-to-all", local], sent[True, "all-to-all", nodes]
+    config = Setting(mesh="8", more=more).config(WIDE, "")
+    config |= {"bf16": {"enabled": True}, "execution": "fused", "memory": {}}
+    config["zero_optimization"] |= {"offload_param": None, "offload_optimizer": None}
+    made = make_planner(loss, init, OPTIMIZERS[ADAM], config, **on)
+    ((_, code, _),) = made.plan_batch(batch).executables()
+    sent: Counter[tuple[str, int]] = Counter()
+    for one in collectives_of(code):
+        sent[one.kind, one.group_size] += one.sent_bytes
+    return sent
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+def test_gpus_send_a_quarter_of_the_bytes_of_bfloat16():
+    """Between the devices of a node, and between two nodes of eight H200."""
+    plain = sent_by_gpus()["reduce-scatter", NODES * LOCAL]
+    assert plain == 2 * NUMBERS * 15 / 16
+    sent = sent_by_gpus(*QGZ)
+    within, between = sent["all-to-all", LOCAL], sent["all-to-all", NODES]
     assert within + between <= 0.27 * plain
     # Between nodes each device has to send half of what the node's devices share.
-    assert between <= 0.27 * (2 * numbers / local / 2)
-    assert (True, "reduce-scatter", nodes * local) not in sent
+    assert between <= 0.27 * (2 * NUMBERS / LOCAL / 2)
+    assert ("reduce-scatter", NODES * LOCAL) not in sent
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_compiler
+def test_all_of_zeropp_sends_between_nodes_only_updates_and_sums():
+    """qwZ, hpZ and qgZ; updated weights still cross in 16 bits, once a step."""
+    qwz = ("zero_optimization.zero_quantized_weights", True)
+    hpz = ("zero_optimization.zero_hpz_partition_size", LOCAL)
+    sent = sent_by_gpus(*QGZ, qwz, hpz, num_replicas=NODES)
+    # A byte a number, and a scale of two bytes for 128 of them.
+    gathered = NUMBERS * (1 + 2 / 128) * (LOCAL - 1) / LOCAL
+    assert sent["all-gather", LOCAL] == pytest.approx(gathered, rel=1e-3)
+    updated = 2 * NUMBERS / (NODES * LOCAL)
+    assert sent["all-gather", NODES] == updated
+    # Shards of a part of a group lie on one node: 8 of the 14 that move cross first.
+    assert sent["collective-permute", 14] == updated
+    exchanged = sent["all-to-all", NODES]
+    between = exchanged + updated + updated * 8 / 16
+    # ZeRO-3 gathers weights in both passes, and adds gradients up.
+    plain = 2 * updated + 2 * NUMBERS / LOCAL / NODES
+    assert between <= 0.59 * plain
+    assert not [key for key in sent if key[1] == NODES * LOCAL and sent[key] > 100]
 
 
 def test_the_plan_says_which_gradients_go_as_they_are():
