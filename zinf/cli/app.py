@@ -66,14 +66,13 @@ Prompts = Annotated[
         "the rewards; repeatable."
     ),
 ]
-RewardNames = Annotated[
-    list[str],
-    typer.Option(
-        help="FILE.py:FUNCTION of (prompts, completions, **columns), which returns a "
-        "number or None for each completion; or a reward model, as a folder or a name; "
-        "repeatable."
-    ),
-]
+_REWARD = typer.Option(
+    help="FILE.py:FUNCTION of (prompts, completions, **columns), which returns a "
+    "number or None for each completion; or a reward model, as a folder or a name; "
+    "repeatable."
+)
+RewardNames = Annotated[list[str], _REWARD]
+MaybeRewards = Annotated[list[str] | None, _REWARD]
 PromptEpochs = Annotated[float, typer.Option(help="How often each prompt is used.")]
 Merge = Annotated[
     bool,
@@ -220,8 +219,8 @@ def finetune(
 def grpo(
     model: WholeModel,
     data: Prompts,
-    reward: RewardNames,
     output: TunedModel,
+    reward: MaybeRewards = None,
     epochs: PromptEpochs = 1.0,
     samples: Annotated[
         int | None,
@@ -242,7 +241,7 @@ def grpo(
     the others become likelier (GRPO, or RLOO). Options have the names of TRL. Metrics,
     completions and checkpoints of the run are in the folder OUTPUT.run.
     """
-    given = {"data": data, "rewards": reward, "samples": samples, **options}
+    given = {"data": data, "rewards": reward or (), "samples": samples, **options}
     run = {"output": output, "merges": merge, "epochs": epochs}
     run |= {"allow_changed": allow_changed or ()}
     where = {"place": place, "cluster": cluster, "traceback": traceback}

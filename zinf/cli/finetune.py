@@ -203,7 +203,7 @@ def of_rewards(
     section = raw.setdefault(objective, {})
     # The config of the run is in another folder.
     section["rewards"] = [_from_here(name) for name in rewards]
-    for key in {"critic", "environment"} & section.keys():
+    for key in {"critic", "environment", "teacher"} & section.keys():
         section[key] = _from_here(section[key])
     return raw
 

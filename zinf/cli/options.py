@@ -235,6 +235,15 @@ GRPO = {name: FINETUNE[name] for name in _OF_DRAWN} | {
         "Leave out completions that did not end.",
         default=False,
     ),
+    "teacher": Option(
+        "grpo.teacher",
+        str,
+        "Model to learn from by its log-probabilities of what is written, a folder or "
+        "a name (on-policy distillation); --reward may then be absent.",
+    ),
+    "kl_penalty_coef": Option(
+        "grpo.kl_penalty_coef", float, "Factor of the teacher's part; 1 if absent."
+    ),
     "environment": Option(
         "grpo.environment",
         str,

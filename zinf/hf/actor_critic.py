@@ -22,6 +22,7 @@ from zinf.hf.model import Batch, Model, Params
 from zinf.hf.weights import AbstractWeights
 
 CRITIC = "critic."
+OPTION = "--critic, ppo.critic"
 
 
 class ActorCritic(Model):
@@ -151,21 +152,27 @@ class JoinedWeights(AbstractWeights):
         return tensors.copies_of(own)
 
 
-def check_tokens(policy: Model, critic: Model) -> None:
-    """Refuse a critic that reads other tokens than the policy writes.
+def check_tokens(
+    policy: Model, other: Model, title: str = "critic", option: str = OPTION
+) -> None:
+    """Refuse a critic, or a teacher, that reads other tokens than the policy writes.
+
+    Args:
+        title: what the other model is.
+        option: how it is named, for the message.
 
     Raises:
-        ValueError: a token of the policy is no token, or another one, of the critic.
+        ValueError: a token of the policy is no token, or another one, of the other.
     """
-    ours, theirs = policy.tokenizer.get_vocab(), critic.tokenizer.get_vocab()
+    ours, theirs = policy.tokenizer.get_vocab(), other.tokenizer.get_vocab()
     for text, token in sorted(ours.items(), key=lambda item: item[1]):
-        if theirs.get(text) != token or token >= critic.vocab_size:
+        if theirs.get(text) != token or token >= other.vocab_size:
             found = theirs.get(text)
             there = "no token" if found is None else f"token {found}"
             raise ValueError(
-                f"The critic {critic.name} reads other tokens than {policy.name}: "
+                f"The {title} {other.name} reads other tokens than {policy.name}: "
                 f"{text!r} is token {token} of {policy.name}, and {there} of the "
-                f"critic, which has {critic.vocab_size:,} words. Name a model with the "
-                "same tokenizer as the critic (--critic, ppo.critic), such as "
-                f"{policy.name} itself."
+                f"{title}, which has {other.vocab_size:,} words. Name a model with the "
+                f"same tokenizer as the {title} ({option}), such as {policy.name} "
+                "itself."
             )

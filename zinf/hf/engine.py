@@ -47,16 +47,18 @@ class ModelEngine(Engine):
     _model: Model
     _adapted: Adapted | None = None
     _own_decoder: Decoder | None = None
-    # A frozen copy of the model as it began, if the loss needs one: from a batch to
-    # log-probabilities. And opened reward models. All are closed with the engine.
+    # A frozen copy of the model as it began, and a teacher, if there are any: from a
+    # batch to log-probabilities. And opened reward models. All are closed with it.
     reference: Any = None
+    teacher: Any = None
     judges: tuple[Any, ...] = ()
 
     def close(self) -> None:
         """Free every tier, and those of frozen models beside it; see `Engine.close`."""
         super().close()
-        if self.reference is not None:
-            self.reference.frozen.close()
+        for scores in (self.reference, self.teacher):
+            if scores is not None:
+                scores.frozen.close()
         for judge in self.judges:
             judge.close()
 

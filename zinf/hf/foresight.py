@@ -32,8 +32,10 @@ from zinf.data.configured import batch_size
 from zinf.hf.engine import Running, decoder_for, running
 from zinf.hf.frozen import Held, in_words, share, within_share
 from zinf.hf.judge import ROWS_AT_ONCE, Judge
+from zinf.hf.model import Model
 from zinf.hf.objectives.from_rewards import Scores
 from zinf.hf.objectives.objective import Drawing
+from zinf.hf.reference import TEACHER
 from zinf.hf.task import Task
 from zinf.inference import ROWS, GenerationPlanner, Pace, Sampling, Steps
 from zinf.inference.choose import fused_or_not
@@ -118,10 +120,15 @@ def foresee(
     assert drawing is not None, "the objective is drawn"
     planning = _Planning(task, drawing, mesh, machine, pace)
     beside = task.config
+    policy, judges = task.model.parts[""], drawing.judges(task.config)
     if drawing.has_copy(task.config):
-        beside = planning.reference(beside)
-    for number, judge in enumerate(drawing.judges(task.config), 2):
+        beside = planning.scored_by(policy, "the reference", beside)
+    for number, judge in enumerate(judges, 2):
         beside = planning.judge(judge, beside, number)
+    teacher = drawing.teacher(policy, task.config)
+    if teacher is not None:
+        number = 2 + len(judges)
+        beside = planning.scored_by(teacher, TEACHER, beside, number=number)
     trained = planning.trained(beside)
     planning.passes(trained)
     return Foresight(
@@ -173,13 +180,15 @@ class _Planning:
         """Batches of a step that are drawn at once."""
         return self.drawn // batch_size(self.task.config)
 
-    def reference(self, config: Config) -> Config:
-        """Plan a copy of the policy; the config of what is planned next."""
-        policy = self.task.model.parts[""]
-        scores = Scores(policy, self.task.config.completions.temperature)
+    def scored_by(
+        self, model: Model, title: str, config: Config, *, number: int = 1
+    ) -> Config:
+        """Plan a frozen model that scores tokens; the config of what is next."""
+        scores = Scores(model, self.task.config.completions.temperature)
         batch, count = self._batch(SCORED), self.task.config.num_microbatches
-        run = partial(running, policy, rows=batch_size(config), length=self.task.length)
-        held, seconds = self._frozen("the reference", run, scores, batch, count, config)
+        run = partial(running, model, rows=batch_size(config), length=self.task.length)
+        given = title, run, scores, batch, count, config
+        held, seconds = self._frozen(*given, number=number)
         self.scorings.append(Scoring(held.title, self.num_batches * seconds))
         return held.beside(config)
 

@@ -1,4 +1,7 @@
-"""A frozen copy of a model beside the one in training: what it was when it began."""
+"""Frozen models beside the one in training that score its tokens.
+
+The reference is what it was when it began; a teacher is another model.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +17,8 @@ from zinf.distributed import AbstractGroup
 from zinf.hf.engine import ModelEngine, open_model
 from zinf.hf.frozen import ALONE, Frozen, place
 from zinf.hf.model import Model
+
+TEACHER = "the teacher"
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,15 @@ def open_reference(
     spec: Mapping[str, jax.ShapeDtypeStruct],
     *,
     group: AbstractGroup = ALONE,
+    title: str = "the reference",
+    number: int = 1,
 ) -> Reference:
-    """The reference of a config, with the weights of the model's files.
+    """A frozen model of a config, with the weights of the model's files.
 
     Args:
         spec: shapes and dtypes of the batches of all processes that it scores.
         group: the processes that run it together.
+        title, number: see `zinf.hf.frozen.place`.
 
     Raises:
         InfeasibleError: it does not fit its share of the budgets.
@@ -61,8 +69,8 @@ def open_reference(
         _scores(engine, zeros, temperature, count)
         return engine
 
-    named = {"number": 1, "output_bytes": rows * length * np.float32().itemsize}
-    frozen = place("the reference", config, mesh, run, **named, group=group)
+    named = {"number": number, "output_bytes": rows * length * np.float32().itemsize}
+    frozen = place(title, config, mesh, run, **named, group=group)
     return Reference(frozen, temperature, count)
 
 

@@ -46,6 +46,7 @@ from zinf.data.text import Split
 from zinf.distributed import AbstractGroup, Alone
 from zinf.hf.analysis import about_rows
 from zinf.hf.batch import IGNORED
+from zinf.hf.beside import Beside, placed
 from zinf.hf.card import card_of, run_of
 from zinf.hf.dataset import (
     Samples,
@@ -76,7 +77,6 @@ from zinf.hf.model import Model, load_as_stored
 from zinf.hf.objectives import objective_of
 from zinf.hf.objectives.objective import Objective
 from zinf.hf.packing import Packed
-from zinf.hf.reference import open_reference
 from zinf.hf.teacher import logits_spec, open_teacher, teacher_of
 from zinf.inference import ROWS
 from zinf.observe.record import METRICS
@@ -186,8 +186,8 @@ class Task:
     ) -> ModelEngine:
         """An engine with the weights of the model's files.
 
-        If the loss needs a copy of the model as it began, and reward models, those are
-        opened first, and the budgets hold for all.
+        If the loss needs a copy of the model as it began, reward models and a teacher,
+        those are opened first, and the budgets hold for all.
 
         Args:
             judges: the reward models; None: those of the config.
@@ -201,28 +201,11 @@ class Task:
         if drawing is None:
             return self._beside_teacher(mesh, group)
         judges = drawing.judges(config) if judges is None else judges
-        shape = {"rows": batch_size(config), "length": self.length}
-        reference, opened, frozen = None, list[Judge](), list[Frozen]()
-        with ExitStack() as stack:
-            if drawing.has_copy(config):
-                policy = self.model.parts[""]
-                spec = self.batch_spec(batch_size(config))
-                reference = open_reference(policy, config, mesh, spec, group=group)
-                config = _placed(reference.frozen, config, frozen, stack)
-            for number, judge in enumerate(judges, 2):
-                rest = {"number": number, "group": group}
-                found = judge.open(config, mesh, **shape, **rest)
-                assert found.frozen is not None, "it is opened"
-                opened.append(found)
-                config = _placed(found.frozen, config, frozen, stack)
-            try:
-                engine = self._engine(config, mesh, group)
-            except InfeasibleError as error:
-                notes = in_words(frozen) + self.state_in_words(mesh, group)
-                raise error.because(notes) from None
-            stack.pop_all()
-        engine.reference, engine.judges = reference, tuple(opened)
-        return engine
+        policy, spec = self.model.parts[""], self.batch_spec(batch_size(config))
+        beside = Beside(config, drawing, policy, judges, spec)
+        trained = partial(self._engine, mesh=mesh, group=group)
+        notes = partial(self.state_in_words, mesh, group)
+        return beside.open(trained, mesh, group, notes)
 
     def _beside_teacher(self, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
         """An engine in the budgets that its teacher leaves, which is opened first."""
@@ -232,7 +215,7 @@ class Task:
         del spec[TEACHER_LOGITS]
         with ExitStack() as stack:
             opened = open_teacher(teacher, config, mesh, spec)
-            config = _placed(opened.frozen, config, frozen, stack)
+            config = placed(opened.frozen, config, frozen, stack)
             try:
                 engine = self._engine(config, mesh, group)
             except InfeasibleError as error:
@@ -691,13 +674,3 @@ class Task:
         # With several processes, each knows only its own rows of a batch.
         check = check_labels if group.count == 1 else None
         return paced(config, found, leaf="input_ids", extra=0, check=check)
-
-
-def _placed(
-    frozen: Frozen, config: Config, before: list[Frozen], stack: ExitStack
-) -> Config:
-    """The config of what is placed after a frozen model, which joins those `before`."""
-    stack.callback(frozen.close)
-    before.append(frozen)
-    logger.info(frozen.brief())
-    return frozen.beside(config)

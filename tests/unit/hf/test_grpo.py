@@ -298,6 +298,24 @@ def test_a_reference_that_is_synced_is_the_model_mixed_into_it(tier, tmp_path):
     assert 0 <= kl[0] < 1e-6 < kl[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+def test_a_model_learns_from_a_teacher_without_rewards(tier, tmp_path):
+    folder, config = model_folder(tmp_path), on_tier(tier, tmp_path)
+    changes = {"num_hidden_layers": 1, "initializer_range": 0.3}
+    teacher = model_folder(tmp_path / "teacher", **changes)
+    named = {"teacher": str(teacher), "kl_penalty_coef": 2.0, "max_steps": 8}
+    named |= {"per_device_train_batch_size": 32}
+    with trainer(folder, tmp_path / "out", [], config=config, **named) as made:
+        found = made.engine.teacher.frozen
+        assert found.title == "the teacher" and found.name == str(teacher)
+        made.train()
+        for tier_ in Tier:
+            assert found.engine.stores.peak_bytes(tier_) <= found.held_bytes[tier_]
+    gaps = [m["teacher_kl"] for m in metrics_of(tmp_path / "out")]
+    assert gaps[0] > 0 and min(gaps[-3:]) < 0.7 * gaps[0], gaps
+
+
 TIERS = ("device", "host")
 # Not that of the model in training: a reward model has a template of its own.
 OF_JUDGE = "{% for m in messages %}{{ m.role }} w3 {{ m.content }} {% endfor %}w4"

@@ -168,6 +168,19 @@ def test_the_correction_of_the_divergence_makes_its_gradient_exact():
                 assert_close(found, expected)
 
 
+def test_a_teacher_gives_the_gradient_of_the_divergence_of_tokens():
+    """The reverse one, after each beginning of a text as it is drawn."""
+
+    def divergence(theta) -> jax.Array:
+        kinds = [jax.nn.log_softmax(logits_of(x)) for x in (theta, REFERENCE)]
+        of_tokens = jnp.sum(jnp.exp(kinds[0]) * (kinds[0] - kinds[1]), axis=-1)
+        return jnp.sum(probabilities(THETA)[:, None] * of_tokens * MASK)
+
+    single, gains = np.arange(len(TEXTS))[:, None], (REF - OLD) * MASK
+    found = expected_gradient(rl.PolicyLoss(), single, gains[:, None], "luspo")
+    assert_close(found, jax.grad(divergence)(THETA))
+
+
 def test_drawing_with_temperature_is_corrected_by_dividing_logits():
     """The trap: ratios of plain logits are not 1 where nothing was trained."""
     temperature, logits = 0.7, logits_of(THETA)

@@ -62,6 +62,14 @@ class Grpo(Completions):
     num_iterations: Count = 1
     """How often each completion is trained on (mu of the paper)."""
 
+    teacher: Text | None = None
+    """A model, its folder or its name on the hub, that the model learns from what it
+    writes itself (on-policy distillation): the advantage of each token has the
+    log-probability by the teacher less that by the model. Rewards are then optional."""
+
+    kl_penalty_coef: Positive = 1.0
+    """Factor of the teacher's part of advantages."""
+
     beta: NonNegative = 0.0
     """Factor of the divergence from the reference, which is the model as training
     begins, or moves towards it (sync_ref_model). 0: there is no reference."""
@@ -149,6 +157,12 @@ class Grpo(Completions):
         if self.sync_ref_model and not self.beta:
             text = "moves a reference, and there is none, as beta is 0"
             yield ("sync_ref_model",), f"{text}. Set beta, or leave it out."
+        is_of_tokens = self.algorithm == "grpo" and (
+            self.importance_sampling_level == "token" and self.loss_type != "vespo"
+        )
+        if self.teacher is not None and not is_of_tokens:
+            text = "needs ratios of tokens: algorithm grpo, importance_sampling_level"
+            yield ("teacher",), f"{text} token and another loss_type than vespo."
         yield from self._of_vespo()
         if None not in (self.steps_per_generation, self.generation_batch_size):
             text = "says how many completions are drawn at once, and so does"

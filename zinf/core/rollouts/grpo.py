@@ -1,5 +1,7 @@
 """Batches of GRPO and RLOO: a completion is compared with others of its prompt."""
 
+from typing import Self
+
 import numpy as np
 
 from zinf.core.config.grpo import Grpo
@@ -12,12 +14,39 @@ from zinf.core.rl import (
     token_weights,
     with_kl,
 )
-from zinf.core.rollouts.rollouts import AbstractRollouts, Judged, Weighed
+from zinf.core.rollouts.rollouts import (
+    AbstractRollouts,
+    Arrays,
+    Judged,
+    Score,
+    Weighed,
+    in_steps,
+)
 from zinf.core.rollouts.sizes import Sizes
+
+TEACHER = "teacher_logps"
 
 
 class Rollouts(AbstractRollouts[Grpo]):
     """Batches for a loss of `policy_loss`; see `AbstractRollouts` for arguments."""
+
+    _teacher: Score | None = None
+
+    def taught_by(self, teacher: Score) -> Self:
+        """These rollouts, with a teacher of their tokens from now on.
+
+        Args:
+            teacher: from a batch to log-probabilities of its tokens, float32 (rows,
+                tokens - 1).
+        """
+        self._teacher = teacher
+        return self
+
+    def ask(self, arrays: Arrays) -> Arrays:
+        if self.settings.teacher is None:
+            return {}
+        assert self._teacher is not None, "call `taught_by` first"
+        return {TEACHER: in_steps(self, self._teacher, arrays)}
 
     def sizes_of(self, batch_size: int, num_microbatches: int) -> Sizes:
         rest = {"batch": batch_size, "num_microbatches": num_microbatches}
@@ -40,6 +69,13 @@ class Rollouts(AbstractRollouts[Grpo]):
         if settings.mask_truncated_completions:
             mask = mask * ~judged.is_cut[:, None]
         advantages = _advantages(settings, judged)
+        of_tokens, metrics = advantages[:, None], {}
+        if TEACHER in judged.more:
+            gains = (judged.more[TEACHER] - logps).astype(np.float64)
+            of_tokens = of_tokens + settings.kl_penalty_coef * gains
+            # The reverse KL divergence from the teacher, by what was drawn.
+            count = max(1.0, float(mask.sum()))
+            metrics["teacher_kl"] = float(-(gains * mask).sum() / count)
         weights, denominators = token_weights(
             mask,
             "grpo" if settings.algorithm == "rloo" else settings.loss_type,
@@ -48,7 +84,7 @@ class Rollouts(AbstractRollouts[Grpo]):
         made = {
             "weights": weights,
             "denominators": denominators,
-            "advantages": advantages[:, None] * mask,
+            "advantages": of_tokens * mask,
             "old_logps": logps,
             "policy_weights": np.ones(mask.shape),
         }
@@ -61,7 +97,7 @@ class Rollouts(AbstractRollouts[Grpo]):
             made["policy_weights"] = made["policy_weights"] * is_kept
         if judged.reference is not None:
             made["ref_logps"] = judged.reference
-        return Weighed(made, advantages)
+        return Weighed(made, advantages, metrics)
 
 
 def policy_loss(settings: Grpo) -> PolicyLoss:

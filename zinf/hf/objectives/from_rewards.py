@@ -18,17 +18,22 @@ from zinf.core.rollouts import Prompt, Rewards
 from zinf.core.rollouts.asking import Function
 from zinf.core.rollouts.calls import Reward
 from zinf.core.rollouts.environment import Environment
-from zinf.core.rollouts.functions import code_digest, load_functions
+from zinf.core.rollouts.functions import (
+    code_digest,
+    load_functions,
+    place_of_model,
+)
 from zinf.core.rollouts.rollouts import AbstractRollouts
 from zinf.core.rollouts.sizes import batch_spec, check_room
 from zinf.data.configured import batch_size
 from zinf.hf.completion import end_tokens, prompt_tokens
 from zinf.hf.engine import ModelEngine
+from zinf.hf.folder import weights_digest
 from zinf.hf.images.model import ImageModel, room_of
 from zinf.hf.images.prompts import ImagesOfPrompts
 from zinf.hf.images.reader import ImageReader
 from zinf.hf.judge import Judge, digest_of_rewards, judges_among, load_rewards
-from zinf.hf.model import Batch, Model, Params
+from zinf.hf.model import Batch, Model, Params, load
 from zinf.hf.objectives import objective_of
 from zinf.hf.objectives.objective import Drawing, Objective, Say, Spec, causal_model
 from zinf.hf.records import records
@@ -48,6 +53,7 @@ def drawing_objective(
     model: Callable[[Config], Model] = causal_model,
     by: Callable[[Any, ModelEngine, Config], Any] | None = None,
     asked: Callable[[Any], Mapping[str, Callable]] = lambda model: {},
+    teacher: Callable[[Model, Config], Model | None] = lambda policy, config: None,
 ) -> Objective:
     """The record of an objective.
 
@@ -55,7 +61,7 @@ def drawing_objective(
         kind: of batches.
         loss, model: see `Objective`. The loss returns metrics too.
         names: the leaves (rows, tokens - 1) of a batch.
-        drawn, asked: see `Drawing`.
+        drawn, asked, teacher: see `Drawing`.
         by: see `Drawing`; None: `drawn_by`.
     """
 
@@ -79,6 +85,7 @@ def drawing_objective(
             _digests,
             has_copy,
             _judges,
+            teacher,
         ),
     )
 
@@ -201,6 +208,8 @@ def rollouts_of(
     check_reference(config)
     settings, tokenizer = config.completions, model.tokenizer
     weights, limit = settings.reward_weights, settings.reward_timeout
+    if not functions and _teacher_name(config) is not None:
+        functions = (no_reward,)
     rewards = Rewards(functions, weights, timeout=limit)
     return kind(
         prompts,
@@ -224,6 +233,16 @@ def _beside(model: Model, config: Config, length: int) -> ImagesOfPrompts | None
         return None
     room = room_of(model, config.data.images)
     return ImagesOfPrompts(model, room=room, length=length)
+
+
+def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """The reward of what a teacher alone judges."""
+    del columns
+    return [0.0] * len(completions)
+
+
+def _teacher_name(config: Config) -> str | None:
+    return config.grpo.teacher if config.data.objective == "grpo" else None
 
 
 def environment_of(
@@ -373,6 +392,10 @@ def _digests(config: Config) -> dict[str, str]:
     settings, folders = config.completions, config.folders_of_modules()
     digest = digest_of_rewards(settings.rewards, folders)
     found = {f"{settings.KEY}.rewards.content": digest}
+    teacher = _teacher_name(config)
+    if teacher is not None:
+        place = Path(place_of_model(teacher, folders) or teacher)
+        found["grpo.teacher.weights"] = weights_digest(load(str(place)).folder)
     environment = config.grpo.environment
     if environment is not None:
         found["grpo.environment.content"] = code_digest([environment], folders)

@@ -122,6 +122,8 @@ class Drawing:
         digests: `config -> digests` of other files that decide the numbers of a run.
         has_copy: `config -> whether` the reference is a second copy of the model.
         judges: `config -> reward models`, which are not opened.
+        teacher: `(policy, config) -> the model` that says of each token how likely it
+            is, which is not opened; None: there is none.
     """
 
     kind: type[AbstractRollouts]
@@ -133,6 +135,7 @@ class Drawing:
     digests: Callable[[Config], Mapping[str, str]]
     has_copy: Callable[[Config], bool]
     judges: Callable[[Config], tuple[Judge, ...]]
+    teacher: Callable[[Model, Config], Model | None]
 
 
 def tokens_spec(*shape: int) -> jax.ShapeDtypeStruct:
