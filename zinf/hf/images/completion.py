@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.core.sharding import Dim
 from zinf.hf.completion import prompt_tokens
 from zinf.hf.decoder import AbstractBeside
 from zinf.hf.engine import ModelEngine, decoder_for
@@ -79,6 +80,12 @@ class ShownImages(AbstractBeside):
     def __init__(self, engine: ModelEngine, length: int) -> None:
         model, adapted = engine.model, engine.adapted
         assert isinstance(model, ImageModel)
+        count = engine.planner.rule.size(Dim.BATCH)
+        if count > 1:
+            raise NotImplementedError(
+                f"Texts after images are written on one device, and {count} would "
+                "divide the rows. Use one device (mesh.fsdp 1), or mesh.tensor."
+            )
         self._engine, self._model, self._length = engine, model, length
         features = model.features
         self._features = features if adapted is None else adapted.applied(features)
