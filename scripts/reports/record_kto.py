@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from record_rl import ROWS, TOKENS, drawn, exact, whole
+from record_rl import ROWS, TOKENS, drawn, exact, whole, write
 from trl.trainer.kto_trainer import KTOTrainer
 
 DEFAULT_OUT = Path(__file__).parents[2] / "tests/unit/hf/kto.npz"
@@ -84,12 +84,8 @@ def main() -> None:
         record |= {f"{name}/loss": loss, f"{name}/kl": kl, f"{name}/grad": grad}
         record[f"{name}/settings"] = np.array(CASES[name])
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_OUT
-    arrays = {name: np.asarray(x) for name, x in record.items()}
-    for name, x in arrays.items():
-        if x.dtype == np.float64:
-            arrays[name] = x.astype(np.float32)
-    np.savez_compressed(out, **arrays)
-    print(f"{len(arrays)} arrays of {len(CASES)} losses in {out}")
+    write(out, record)
+    print(f"{len(record)} arrays of {len(CASES)} losses in {out}")
 
 
 if __name__ == "__main__":

@@ -427,6 +427,16 @@ def record_whitening(path: Path, data, record: dict) -> None:
         record[f"whitened/{shift}"] = found
 
 
+def write(out: Path, record: dict) -> None:
+    """Write arrays, those of float64 in float32."""
+    arrays = {name: np.asarray(x) for name, x in record.items()}
+    for name, x in arrays.items():
+        if x.dtype == np.float64:
+            arrays[name] = x.astype(np.float32)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(out, **arrays)
+
+
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     generator = torch.Generator().manual_seed(0)
@@ -460,13 +470,8 @@ def main() -> None:
     record_ppo(Path(sys.argv[1]), generator, record)
     record_whitening(Path(sys.argv[2]), data, record)
     out = Path(sys.argv[3]) if len(sys.argv) > 3 else DEFAULT_OUT
-    out.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {name: np.asarray(x) for name, x in record.items()}
-    for name, x in arrays.items():
-        if x.dtype == np.float64:
-            arrays[name] = x.astype(np.float32)
-    np.savez_compressed(out, **arrays)
-    print(f"{len(arrays)} arrays of {len(arrays['cases'])} losses in {out}")
+    write(out, record)
+    print(f"{len(record)} arrays of {len(record['cases'])} losses in {out}")
 
 
 if __name__ == "__main__":
