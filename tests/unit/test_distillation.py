@@ -78,7 +78,6 @@ def test_what_a_teacher_cannot_be_with_is_refused(tmp_path):
         "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
     }
     for name, others in {
-        "model.huggingface": {"model": {"huggingface": "folder"}},
         "adapter": {**own, "adapter": {"r": 2}},
         "curriculum_learning": {**own, "curriculum_learning": curriculum},
     }.items():

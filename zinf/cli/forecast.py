@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,7 +22,6 @@ from zinf.core.step.planner import Planner
 from zinf.core.step.setup import AtRest
 from zinf.core.text.complaint import tell
 from zinf.core.topology import Topology, only_read
-from zinf.hf.engine import Running
 from zinf.inference import (
     Forecast,
     GenerationPlanner,
@@ -36,6 +35,9 @@ from zinf.inference import (
     saturating,
     weight_bytes,
 )
+
+if TYPE_CHECKING:  # It imports torch.
+    from zinf.hf.engine import Running
 
 USUAL_PROMPT = 512
 USUAL_COMPLETION = 200
@@ -164,7 +166,7 @@ def _print_forecasts(
 
 
 def planned_generation(
-    running: Running | RunningGpt, planner: Planner
+    running: "Running | RunningGpt", planner: Planner
 ) -> tuple[GenerationPlanner, Plan]:
     """What plans greedy generation, and the plan that says where weights rest.
 
