@@ -126,3 +126,18 @@ def test_slots_keep_what_steps_read_until_it_is_set(tmp_path):
     whole, again, _, warm = moved
     assert whole == again
     assert warm < 0.1 * whole
+
+
+def test_slots_keep_no_experts_that_steps_change():
+    """Layer 1 is trained, and a function reads its experts to the slots of layer 0."""
+    memory = {"experts": NUM_EXPERTS * EXPERT_BYTES}
+    config = streamed("cpu", memory=memory, persistence_threshold=0)
+    config |= {"frozen": ["layers/0/*"]}
+    batch = {"x": BATCH["x"][:1]}
+    given = loss, PARAMS, optax.adam(1e-1), config
+    with zinf.initialize(*given, batch=batch) as engine:
+        engine.apply(features, batch)
+        engine.step(batch)
+        wanted = features(engine.params(), batch)
+        found = engine.apply(features, batch)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,7 @@
 """Slots of experts on the device: which expert each of them holds."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from zinf.core.program import ArrayId
@@ -43,6 +43,11 @@ class Slots:
     def forget(self) -> None:
         """Take all slots for empty: what they hold is old, or was written in part."""
         self.slot_of.clear()
+
+    def forget_others(self, own: Collection[tuple[ArrayId, ...]]) -> None:
+        """Take all slots for empty if some hold experts of other arrays than `own`."""
+        if any(arrays not in own for arrays, _ in self.slot_of):
+            self.forget()
 
     def has_rows_of(self, path: str) -> bool:
         return any(path == a.path for arrays, _ in self.slot_of for a in arrays)

@@ -20,6 +20,15 @@ class ChosenExperts:
     def __init__(self, program: Program, slots: Mapping[tuple[str, ...], Slots]):
         self.chosen, self.slots = program.chosen, slots
 
+    def forget_others(self) -> None:
+        """Empty slots that hold experts which this program does not read on demand.
+
+        Training does it: its steps may change them.
+        """
+        own = {each.arrays for each in self.chosen}
+        for slots in self.slots.values():
+            slots.forget_others(own)
+
     def fetch(
         self, operation: FetchChosen, instruction: Instruction, stores: Stores
     ) -> int:

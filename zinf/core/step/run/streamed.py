@@ -231,6 +231,8 @@ class StreamedRunner(AbstractRunner):
     def enter(self) -> None:
         self.passes.put_consts()
         self.chosen = self.passes.chosen()
+        if self.chosen is not None:
+            self.chosen.forget_others()
 
     def leave(self) -> None:
         self.passes.free_consts()
