@@ -46,6 +46,14 @@ def test_exceeding_the_budget_says_who_asked_what_and_what_there_is():
     assert numbers == (1500, 2000, 3000)
 
 
+def test_bytes_that_another_thread_freed_meanwhile_are_reserved():
+    """It freed all that was spare, so nothing is left for this one to free."""
+    ledger = Ledger(Tier.DEVICE, 100, lambda: ledger.release(60))
+    ledger.reserve(60, "spare")
+    ledger.reserve(100, "a")
+    assert ledger.used_bytes == 100
+
+
 def test_holding_keeps_bytes_after_success_and_returns_them_after_failure():
     ledger = Ledger(Tier.HOST, None)  # Without a limit.
     with ledger.holding(2**60, "a"):

@@ -141,15 +141,14 @@ class DeviceStore(AbstractStore):
         for array in filter(self.contains, arrays):
             self.free(array)
 
-    def free_spare(self) -> bool:
-        """Free all slots that no program has; return whether there were any."""
+    def free_spare(self) -> None:
+        """Free all slots that no program has."""
         with self._spare_lock:
             spare = [key for key, slots in self._slots.items() if slots.is_spare]
             for key in spare:
                 del self._slots[key]
                 for array in key:
                     self.free(array)
-        return bool(spare)
 
     def forget_rows(self, path: str) -> None:
         """Empty the slots that hold rows of an array, which is about to change."""

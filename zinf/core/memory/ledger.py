@@ -1,7 +1,7 @@
 """Counting the bytes of one tier against its budget."""
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 from zinf.core.program import Tier
@@ -41,15 +41,14 @@ class Ledger:
     call from several threads.
 
     Args:
-        relieve: frees what is kept only until its room is needed; returns whether there
-            was anything.
+        relieve: frees what is kept only until its room is needed.
     """
 
     def __init__(
         self,
         tier: Tier,
         capacity_bytes: int | None,
-        relieve: Callable[[], bool] = lambda: False,
+        relieve: Callable[[], object] = lambda: None,
     ) -> None:
         self.tier, self._relieve = tier, relieve
         self._capacity_bytes = capacity_bytes
@@ -83,12 +82,12 @@ class Ledger:
             BudgetExceeded: they do not fit. Nothing is counted then.
         """
         assert nbytes >= 0, f"{what}: cannot reserve {nbytes} bytes"
-        try:
+        with suppress(BudgetExceeded):
             self._count(nbytes, what)
-        except BudgetExceeded:
-            if not self._relieve():
-                raise
-            self._count(nbytes, what)
+            return
+        # Count again even if nothing is left to free: another thread may have freed it.
+        self._relieve()
+        self._count(nbytes, what)
 
     def _count(self, nbytes: int, what: str) -> None:
         with self._lock:
