@@ -1,15 +1,21 @@
+from dataclasses import replace
 from functools import partial
 from random import Random
 from threading import Event, Thread, enumerate
 from time import sleep
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from tests.clock import still
+from zinf.core.memory import BudgetExceeded, open_stores
+from zinf.core.optim.decision import Decision, Pending
 from zinf.core.plan import Free, Instruction, Link, Pass, Run, Transfer
 from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.step.run import links
 from zinf.core.step.run.links import Progress, run_links
+from zinf.core.step.run.run import Work, run_alone
 
 A, B, C = Link.NVME_READ, Link.HOST, Link.DEVICE
 
@@ -274,10 +280,30 @@ def test_what_fails_as_it_is_given_waits_for_what_was_given_before():
                 raise ValueError("the second")
             return partial(self.end, 0)
 
-    device = Refusing([program("a"), program("b")])
+        def end(self, index):
+            self.began[2].wait(timeout=0.1)  # Which the free would begin in.
+            super().end(index)
+
+    # The free of what the second would have made waits too.
+    device = Refusing([program("a"), program("b"), free(1)])
     device.errors = {0: OSError("the first")}
     (error,) = device.run(1, ~0)
     assert str(error) == "the first"
+    assert 2 not in device.events
+
+
+def test_an_instruction_without_room_on_a_tier_counts_nothing_on_others():
+    capacity = {Tier.DEVICE: 100, Tier.HOST: 10}
+    stores = open_stores(jax.devices()[:1], capacity_bytes=capacity)
+    work = Work(segments=(), layouts=None)
+    room = (Tier.DEVICE, 50), (Tier.HOST, 20)
+    (short,) = instructions((Link.H2D, ()))
+    short = replace(short, workspace=room)
+    decided = Pending(Decision(0.0, 0.0, 1.0, skips=False), ())
+    plan = SimpleNamespace(shared=None)
+    with pytest.raises(BudgetExceeded):
+        run_alone(short, plan, work, stores, None, decided)
+    assert [stores[tier].ledger.used_bytes for tier in capacity] == [0, 0]
 
 
 def test_the_time_of_a_program_begins_when_the_one_before_it_ends():

@@ -191,6 +191,13 @@ class InFlight:
         self._given.put((index, wait))
         self._progress.give(index)
 
+    def fail(self, index: int, error: BaseException) -> None:
+        """Note that an instruction failed, after those before it are complete.
+
+        One of those may have failed first. Frees after the instruction do not run.
+        """
+        self._given.put((index, partial(_raise, error)))
+
     def close(self) -> None:
         """Return when nothing is in flight."""
         self._given.put(None)
@@ -268,9 +275,8 @@ def run_links(
                 progress.starts[index] = perf_counter()
                 try:
                     wait = execute(instructions[index])
-                except BaseException as error:
-                    # A program that was given before may have failed first.
-                    in_flight.add(index, partial(_raise, error))
+                except BaseException as error:  # raised in the caller's thread
+                    in_flight.fail(index, error)
                     return
                 in_flight.add(index, wait)
 

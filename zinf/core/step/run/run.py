@@ -216,11 +216,12 @@ class _StepRun:
         if instruction.link == Link.DEVICE:
             # Its programs use this memory after those of the last instruction.
             self.release(self.workspace)
-        workspace = list(instruction.workspace)
-        for tier, nbytes in workspace:
-            self.stores[tier].ledger.reserve(nbytes, str(instruction.operation))
+        workspace: list[tuple[Tier, int]] = []
         computed: Sequence[jax.Array] = ()
         try:
+            for tier, nbytes in instruction.workspace:
+                self.stores[tier].ledger.reserve(nbytes, str(instruction.operation))
+                workspace.append((tier, nbytes))
             computed = self.begin(instruction)
         finally:
             if not computed:
