@@ -12,6 +12,8 @@ import zinf
 from tests.robustness.small import DIM, draw, init, loss_fn, on_nvme
 from tests.tiers import streamed
 from zinf.core.optim.decision import NonFiniteError
+from zinf.core.program import Tier
+from zinf.core.step.run import streamed as streamed_step
 from zinf.models import GPT, GPTConfig, next_token_loss
 from zinf.nnx import initialize as of_module
 
@@ -109,6 +111,25 @@ def test_gradients_of_several_batches_and_losses_add_up(name, tmp_path):
         again = jax.grad(loss_fn)(engine.params(), batches[0])
         total = engine.get(PATH, "gradient")
         np.testing.assert_allclose(total, again["layers"][1]["w"], atol=1e-6)
+
+
+def test_memory_is_pinned_for_passes_and_for_the_update(tmp_path, monkeypatch):
+    """On nvme, only the update has masters and moments on the host."""
+    needed = []
+    open_pages = streamed_step.open_pages
+
+    def opened(asked, devices, needed_bytes, gather):
+        needed.append(needed_bytes)
+        return open_pages(asked, devices, needed_bytes, gather)
+
+    monkeypatch.setattr(streamed_step, "open_pages", opened)
+    config = config_of("nvme", tmp_path) | VERBS
+    with zinf.initialize(loss_fn, init, ADAM, config, batch=draw()) as engine:
+        engine.forward_backward(draw(0))
+        engine.optim_step()
+        plans = engine.plan, engine.last_step.plan
+        of_pass, of_update = (plan.peak_bytes[Tier.HOST] for plan in plans)
+    assert needed == [of_update] and of_pass < of_update
 
 
 @pytest.mark.parametrize("name", ["fused", "nvme"])

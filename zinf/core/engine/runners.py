@@ -1,7 +1,7 @@
 """The steps of a run, by the shape of the batch; the first batch places all arrays."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -185,8 +185,18 @@ class Runners:
             if planner is not self.planner:
                 with self.planner.planning():
                     updating = made.updating(self.planner)
-            place(made)
+            place(made if updating is None else _with_room_for(made, updating))
             if updating is not None:
                 rest = self.planner, self.stores, {}, wait
                 self._updating = updating.runner(*rest)
         return made.runner(planner, self.stores, spec, wait)
+
+
+def _with_room_for(made: AbstractPrepared, other: AbstractPrepared) -> AbstractPrepared:
+    """`made`, with the larger of the peaks of both on each tier.
+
+    Stores pin host memory once, for all that is to run.
+    """
+    own, others = made.plan.peak_bytes, other.plan.peak_bytes
+    peaks = {tier: max(own[tier], others[tier]) for tier in own}
+    return replace(made, plan=replace(made.plan, peak_bytes=peaks))
