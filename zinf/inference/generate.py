@@ -463,8 +463,12 @@ class _Program:
         )
 
     def __enter__(self) -> "_Program":
-        self.passes.put_consts()
-        self.work = self.passes.work()
+        try:
+            self.passes.put_consts()
+            self.work = self.passes.work()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

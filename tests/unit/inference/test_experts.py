@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tests.tiers import streamed
-from tests.unit.inference.generating import BATCH, make_engine, programs
-from zinf.core.memory import Slots
+from tests.unit.inference.generating import BATCH, make_engine, programs, used_bytes
+from zinf.core.memory import DeviceStore, Slots
 from zinf.core.plan import FetchChosen, Link
 from zinf.core.program import is_worthwhile
 from zinf.core.step.run import passes
@@ -165,6 +165,19 @@ def test_log_probabilities_read_the_chosen_experts_to_the_same_bits(
     np.testing.assert_array_equal(found, streaming.log_probabilities(batch))
     read = bytes_of(moved, Link.NVME_READ) / bytes_of(all_moved, Link.H2D)
     assert read < 4 * K / NUM_EXPERTS + 0.05
+
+
+def test_slots_that_were_made_in_part_are_freed(few, monkeypatch):
+    def refused(store, arrays, zeros):
+        store.write(arrays[0], zeros[0]())
+        raise MemoryError("no room for the second")
+
+    few.stores.device.free_spare()
+    before = used_bytes(few)
+    monkeypatch.setattr(DeviceStore, "hold_slots", refused)
+    with pytest.raises(MemoryError):
+        few.generate(PROMPTS, max_new_tokens=2, **ONE)
+    assert used_bytes(few) == before
 
 
 def test_too_few_slots_are_refused_by_name(tmp_path):
