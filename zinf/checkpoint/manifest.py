@@ -71,16 +71,15 @@ class Manifest:
         return json.dumps(content, indent=1).encode()
 
 
-# A hint on names of state arrays; `engine.get` takes optax's names instead.
-STATE_NAMES = (
-    "state0, state1, ... are the optimizer state of a parameter, in optax's order: "
-    "of adam mu and nu."
-)
-ERROR_NAMES = (
-    "error0, error1, ... are the error feedback of each device: those of "
+# Hints on names of arrays, by how they begin; `engine.get` takes optax's names instead.
+HINTS = {
+    "state": "state0, state1, ... are the optimizer state of a parameter, in optax's "
+    "order: of adam mu and nu.",
+    "error": "error0, error1, ... are the error feedback of each device: those of "
     "zero_optimization.zeropp_loco_param need as many devices, in groups as large, and "
-    "those of optimizers that send signs need more than one device."
-)
+    "those of optimizers that send signs need more than one device.",
+    "sum": "sum is a sum of gradients: it needs forward_backward: true there and here.",
+}
 
 
 def check_same(
@@ -93,10 +92,9 @@ def check_same(
     lines = [f"  {line}" for line in found[:MAX_DIFFERENCES_SHOWN]]
     if len(found) > len(lines):
         lines.append(f"  and {len(found) - len(lines)} more")
-    if any(line.startswith("state") for line in found):
-        lines.append(STATE_NAMES)
-    if any(line.startswith("error") for line in found):
-        lines.append(ERROR_NAMES)
+    for name_begins, hint in HINTS.items():
+        if any(line.startswith(name_begins) for line in found):
+            lines.append(hint)
     raise ValueError(
         "\n".join(
             (

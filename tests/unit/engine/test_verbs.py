@@ -149,6 +149,10 @@ def test_sums_are_saved_and_restored_between_the_verbs(name, tmp_path):
         assert engine.forward_backward(draw(2))["summed"] == 2
         engine.optim_step()
         jax.tree.map(np.testing.assert_array_equal, wanted, engine.params())
+    config = config_of(name, tmp_path / "c")
+    with zinf.initialize(*given, config, batch=draw(0)) as engine:
+        with pytest.raises(ValueError, match="forward_backward: true there and here"):
+            engine.restore(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", ["fused", "nvme"])
