@@ -155,6 +155,9 @@ class Engine(ForwardOnly, Verbs):
     def step(self, batch: Any) -> dict[str, Any]:
         """Take one optimizer step on a batch and return its metrics.
 
+        With `forward_backward: true` in the config it is `forward_backward` and
+        `optim_step`, so it also applies the gradients that wait in sums.
+
         Args:
             batch: a pytree of arrays with the same leading dim, which is cut into
                 `gradient_accumulation_steps` microbatches.

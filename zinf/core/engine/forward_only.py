@@ -240,8 +240,8 @@ class ForwardOnly(ABC):
     ) -> list[list[Scored]]:
         """Several completions of each prompt, with log-probabilities of their tokens.
 
-        Those of a prompt read it once, if generation runs on the device. The call has
-        the name that Tinker and SkyRL give it.
+        Those of a prompt that get rows together read it once. The call has the name
+        that Tinker and SkyRL give it.
 
         Args:
             num_samples: completions of a prompt.
