@@ -152,6 +152,8 @@ class _Finder(Follower[Fact]):
             factors = self._along_last(fact)
             if factors is None or factors and atom.aval.shape[-1:] != last:
                 return None
+            if by & factors:
+                return None  # A factor counts twice, as in a square.
             by |= factors
         self._use(facts)
         return Fact(by=frozenset(by))

@@ -218,7 +218,7 @@ class GptTask:
         return ()
 
     def drawn(
-        self, data: grain.IterDataset, engine: Engine
+        self, data: grain.IterDataset, engine: Engine, *, is_training: bool = True
     ) -> tuple[grain.IterDataset, Sequence[Hook]]:
         return data, ()
 

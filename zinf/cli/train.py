@@ -124,7 +124,8 @@ def train_held(
         task.before_training(engine, say)
         data, hooks = task.drawn(data, engine)
         if evaluation_data is not None:
-            evaluation_data, _ = task.drawn(evaluation_data, engine)
+            given = evaluation_data, engine
+            evaluation_data, _ = task.drawn(*given, is_training=False)
         output = config.run.output
         folder = place_of_checkpoints(config)
         metrics = config.run.metrics or output / METRICS

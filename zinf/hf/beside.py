@@ -16,7 +16,7 @@ from zinf.hf.frozen import Frozen, in_words
 from zinf.hf.judge import Judge
 from zinf.hf.model import Model
 from zinf.hf.objectives.objective import Drawing
-from zinf.hf.reference import TEACHER, open_reference
+from zinf.hf.reference import TEACHER, check_length, open_reference
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,11 @@ class Beside:
                 config = placed(found.frozen, config, frozen, stack)
             model = self.drawing.teacher(self.policy, config)
             if model is not None:
-                named = {"title": TEACHER, "number": 2 + len(opened), "group": group}
+                check_length(model, length)
+                named = {"title": f"the {TEACHER}", "number": 2 + len(opened)}
                 read = {name: self.spec[name] for name in ("input_ids", "labels")}
-                teacher = open_reference(model, config, mesh, read, **named)
+                given = model, config, mesh, read
+                teacher = open_reference(*given, **named, group=group)
                 config = placed(teacher.frozen, config, frozen, stack)
             try:
                 engine = trained(config)

@@ -35,7 +35,7 @@ from zinf.hf.judge import ROWS_AT_ONCE, Judge
 from zinf.hf.model import Model
 from zinf.hf.objectives.from_rewards import Scores
 from zinf.hf.objectives.objective import Drawing
-from zinf.hf.reference import TEACHER
+from zinf.hf.reference import TEACHER, check_length
 from zinf.hf.task import Task
 from zinf.inference import ROWS, GenerationPlanner, Pace, Sampling, Steps
 from zinf.inference.choose import fused_or_not
@@ -127,8 +127,9 @@ def foresee(
         beside = planning.judge(judge, beside, number)
     teacher = drawing.teacher(policy, task.config)
     if teacher is not None:
-        number = 2 + len(judges)
-        beside = planning.scored_by(teacher, TEACHER, beside, number=number)
+        check_length(teacher, task.length)
+        number, title = 2 + len(judges), f"the {TEACHER}"
+        beside = planning.scored_by(teacher, title, beside, number=number)
     trained = planning.trained(beside)
     planning.passes(trained)
     return Foresight(

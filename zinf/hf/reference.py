@@ -18,7 +18,7 @@ from zinf.hf.engine import ModelEngine, open_model
 from zinf.hf.frozen import ALONE, Frozen, place
 from zinf.hf.model import Model
 
-TEACHER = "the teacher"
+TEACHER = "teacher"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,19 @@ def open_reference(
     named = {"number": number, "output_bytes": rows * length * np.float32().itemsize}
     frozen = place(title, config, mesh, run, **named, group=group)
     return Reference(frozen, temperature, count)
+
+
+def check_length(teacher: Model, length: int) -> None:
+    """Refuse a teacher that was made for fewer tokens than rows have.
+
+    Raises:
+        ValueError: see above.
+    """
+    if teacher.max_length is not None and teacher.max_length < length:
+        raise ValueError(
+            f"The teacher {teacher.name} reads {teacher.max_length:,} tokens, and rows "
+            f"have {length:,}. Lower data.sequence_length (--sequence-length)."
+        )
 
 
 def _scores(

@@ -585,20 +585,20 @@ class Task:
             metrics[f"evaluation_{name}"] = float(total / count)
 
     def drawn(
-        self, data: grain.IterDataset, engine: Any
+        self, data: grain.IterDataset, engine: Any, *, is_training: bool = True
     ) -> tuple[grain.IterDataset, Sequence[Hook]]:
         """The batches of `dataset`, and what to call after each step.
 
-        The engine draws them, or is asked of them, if the objective has it so.
+        The engine draws them, or is asked of them, if the objective has it so. A
+        teacher is asked in training alone: evaluations have the student's own loss.
         """
         drawing, asks = self.objective.drawing, self.objective.asks
         if asks is not None:
             asked = asks(engine, self.config)
             return data.map(asked), (Hook(asked.told),)
-        if drawing is None and self.config.distillation is not None:
-            return engine.reference.taught(data, self.config), ()
         if drawing is None:
-            return data, ()
+            is_taught = is_training and self.config.distillation is not None
+            return engine.reference.taught(data, self.config) if is_taught else data, ()
         assert isinstance(data, AbstractRollouts), "made by `dataset`"
         found = drawing.by(data, engine, self.config)
         return found, (found.hook,)

@@ -21,10 +21,12 @@ from zinf.core.config import Config
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.problem.weighted import Weighted
 from zinf.data import TEACHER_LOGITS, Taught
+from zinf.hf.actor_critic import check_tokens
 from zinf.hf.batch import entropies
 from zinf.hf.engine import ModelEngine, open_model
 from zinf.hf.frozen import Frozen, place
 from zinf.hf.model import Batch, Model, Params, load_as_stored
+from zinf.hf.reference import TEACHER, check_length
 from zinf.models.divergence import divergence
 
 # The logits of the last step, which its batch still holds, and those being made.
@@ -68,7 +70,7 @@ def teacher_of(config: Config, student: Model, length: int) -> Model:
     """The teacher that a config names, without its weights.
 
     Raises:
-        ValueError: it has other words, or reads shorter texts, than the student.
+        ValueError: it has other tokens, or reads shorter texts, than the student.
     """
     assert config.distillation is not None
     teacher = load_as_stored(str(config.distillation.teacher))
@@ -77,11 +79,8 @@ def teacher_of(config: Config, student: Model, length: int) -> Model:
             f"The teacher {teacher.name} has {teacher.vocab_size:,} words, and "
             f"{student.name} {student.vocab_size:,}. Both must predict the same tokens."
         )
-    if teacher.max_length is not None and teacher.max_length < length:
-        raise ValueError(
-            f"The teacher {teacher.name} reads {teacher.max_length:,} tokens, and rows "
-            f"have {length:,}. Lower data.sequence_length (--sequence-length)."
-        )
+    check_tokens(student, teacher, TEACHER, "--teacher, distillation.teacher")
+    check_length(teacher, length)
     return teacher
 
 
@@ -126,7 +125,7 @@ def open_teacher(teacher: Model, config: Config, mesh: Mesh, spec: Spec) -> Teac
     made = logits_spec(teacher, rows, length)
     nbytes = HELD_LOGITS * made.size * made.dtype.itemsize
     named = {"number": 1, "output_bytes": nbytes}
-    frozen = place("the teacher", config, mesh, run, **named)
+    frozen = place(f"the {TEACHER}", config, mesh, run, **named)
     return Teacher(frozen, count)
 
 

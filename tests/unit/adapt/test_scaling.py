@@ -8,12 +8,12 @@ import pytest
 from tests.unit.adapt.small import BATCH, DIM, normal
 from zinf.adapt.scaling import shared_inputs
 
-NAMES = ("norm", "shift", "gate", "up", "shift_up", "down", "head")
+NAMES = ("norm", "shift", "gate", "up", "shift_up", "down", "head", "square")
 
 
 def params():
     shapes = {"gate": (24, DIM), "up": (24, DIM), "down": (DIM, 24), "head": (5, DIM)}
-    shapes |= {"norm": (DIM,), "shift": (DIM,), "shift_up": (24,)}
+    shapes |= {"square": (5, DIM), "norm": (DIM,), "shift": (DIM,), "shift_up": (24,)}
     return {name: normal(n, *shapes[name]) for n, name in enumerate(NAMES)}
 
 
@@ -67,6 +67,8 @@ def test_a_loss_is_the_same_with_scales_that_its_factors_take():
         (lambda params, x, up: jnp.sum(params["gate"]), DOWN),
         (lambda params, x, up: jnp.max(up), GATED),
         (lambda params, x, up: jnp.sum(up * params["shift_up"][None]), GATED),
+        # The square of an input has its factor twice.
+        (lambda params, x, up: jnp.sum(x * x @ params["square"].T), DOWN),
         # Readers of other values.
         (lambda params, x, up: jnp.sum(params["head"]), GATED | DOWN),
     ],

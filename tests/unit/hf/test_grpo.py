@@ -410,6 +410,7 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         prompts_of(hf.load(folder), Config.load(raw))
 
     (tmp_path / "empty.jsonl").touch()
+    short = model_folder(tmp_path / "short", max_position_embeddings=4)
     begun = {"r": 4, "modules_to_save": ["lm_head"]}
     answered = {"prompt": turns("w1", "w2")}
     mistakes = {
@@ -419,6 +420,7 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "groups that do not divide": lambda: make(num_generations=3),
         "no room": lambda: make(max_completion_length=32),
         "a missing column": lambda: make(correct),
+        "a teacher of short texts": lambda: make(teacher=str(short)),
         "a reference of other adapters": lambda: make(beta=0.1, peft=begun),
         "a reward model of two labels": lambda: make(str(tmp_path / "classifier")),
         "a reward model without a template": lambda: make(tmp_path / "judge"),

@@ -158,13 +158,16 @@ def test_a_student_learns_from_its_teacher(packing, tmp_path):
     folder = model_folder(tmp_path, num_hidden_layers=4)
     student, output = tmp_path / "student", tmp_path / "tuned"
     run("prune", folder, "--output", student, "--layers", "0,3")
-    common = ["finetune", student, "--data", data_file(tmp_path), "--samples", 6]
+    data = data_file(tmp_path)
+    common = ["finetune", student, "--data", data, "--samples", 6]
     common += ["--steps", 3, "--learning-rate", 1e-3, *["--packing"] * packing]
     common += ["--set", "bf16.enabled=false", "--set", "execution=streamed"]
     common += ["--sequence-length", 8]
     taught = ["--set", "distillation.coefficient=0.5", "--teacher", folder]
-    run(*common, *taught, "--set", "distillation.until_step=2", "--output", output)
-    losses = [line["loss"] for line in metrics_of(tmp_path / "tuned.run")]
+    taught += ["--set", "distillation.until_step=2", "--eval-data", data]
+    run(*common, *taught, "--output", output)
+    metrics = metrics_of(tmp_path / "tuned.run")
+    losses = [line["loss"] for line in metrics]
     config = Config.load(tmp_path / "tuned.run/finetune.yaml")
     rows = hf.Task(config).rows()
     batch = {n: np.stack([rows[i][n] for i in range(len(rows))]) for n in rows[0]}
@@ -173,15 +176,19 @@ def test_a_student_learns_from_its_teacher(packing, tmp_path):
         segments = torch.tensor(batch["segment_ids"])
         labels = torch.where(segments[:, 1:] == segments[:, :-1], labels, -100)
     is_trained = labels != -100
-    ours, theirs = (
+    ours, theirs, last = (
         torch.log_softmax(torch.tensor(logits_of(name, batch))[:, :-1], -1)[is_trained]
-        for name in (student, folder)
+        for name in (student, folder, output)
     )
-    entropy = torch.nn.functional.nll_loss(ours, labels[is_trained])
+    entropy, tuned = (
+        torch.nn.functional.nll_loss(x, labels[is_trained]) for x in (ours, last)
+    )
     gap = (theirs.exp() * (theirs - ours)).sum(-1).mean()
     assert len(losses) == 3
     np.testing.assert_allclose(losses[0], entropy + 0.5 * gap, rtol=1e-5)
     assert losses[1] < losses[0]
+    # Evaluations have no divergence, also of batches before `until_step`.
+    np.testing.assert_allclose(metrics[-1]["evaluation_loss"], tuned, rtol=1e-5)
     # The student that is its own teacher has no divergence from it.
     own = ["--teacher", student, "--output", tmp_path / "own"]
     run(*common, *own)
@@ -200,9 +207,14 @@ def test_teachers_that_cannot_teach_are_refused_by_name(tmp_path):
     student = model_folder(tmp_path / "student")
     wider = model_folder(tmp_path / "wider", vocab_size=VOCAB + 8)
     shorter = model_folder(tmp_path / "shorter", max_position_embeddings=8)
+    other = model_folder(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    swapped = text.replace('"w1"', '"w"').replace('"w2"', '"w1"').replace('"w"', '"w2"')
+    (other / "tokenizer.json").write_text(swapped)
     common = ["finetune", student, "--data", data_file(tmp_path), "--steps", 1]
     common += ["--output", tmp_path / "out", "--teacher"]
     wanted = {
+        (other,): "'w1' is token",
         (wider,): f"has {VOCAB + 8} words, and",
         (shorter, "--sequence-length", 16): "reads 8 tokens, and rows have 16",
         (student, "--objective", "dpo"): "data.objective dpo",

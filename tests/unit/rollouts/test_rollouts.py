@@ -306,6 +306,7 @@ def test_what_does_not_go_together_is_refused_by_name():
             lambda: Grpo(steps_per_generation=2, generation_batch_size=16)
         ),
         "moves a reference, and there is none": lambda: Grpo(sync_ref_model=True),
+        "and there is no teacher": lambda: Grpo(kl_penalty_coef=2.0),
         "vespo reads the corrections of tokens": lambda: Grpo(loss_type="vespo"),
         "no effect with vespo": lambda: Grpo(
             loss_type="vespo",

@@ -163,6 +163,11 @@ class Grpo(Completions):
         if self.teacher is not None and not is_of_tokens:
             text = "needs ratios of tokens: algorithm grpo, importance_sampling_level"
             yield ("teacher",), f"{text} token and another loss_type than vespo."
+        if self.teacher is None and self.kl_penalty_coef != 1:
+            text = (
+                "is a factor of the teacher's part, and there is no teacher. Name one"
+            )
+            yield ("kl_penalty_coef",), f"{text} (teacher), or leave it out."
         yield from self._of_vespo()
         if None not in (self.steps_per_generation, self.generation_batch_size):
             text = "says how many completions are drawn at once, and so does"

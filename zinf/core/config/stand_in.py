@@ -5,14 +5,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from zinf.core.config.arguments import OPTIMIZER, section_at
+from zinf.core.config.arguments import section_at
 from zinf.core.config.messages import Notice
 
 STAND_INS = {
     # The same update rules, with learning rates that depend on each layer's width.
-    "MuAdam": ("Adam", ""),
-    "MuAdamW": ("AdamW", ""),
-    "MuSGD": ("SGD", ""),
+    "MuAdam": "Adam",
+    "MuAdamW": "AdamW",
+    "MuSGD": "SGD",
 }
 
 
@@ -23,14 +23,8 @@ def with_stand_in(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Notice]]
     by_lower_case = {name.lower(): name for name in STAND_INS}
     if asked.lower() not in by_lower_case:
         return dict(raw), []
-    other, own_params = STAND_INS[by_lower_case[asked.lower()]]
+    other = STAND_INS[by_lower_case[asked.lower()]]
     changed = copy.deepcopy(dict(raw))
     changed["optimizer"]["type"] = other
-    params = section_at(changed, OPTIMIZER) or {}
-    dropped = [key for key in own_params.split() if key in params]
-    for key in dropped:
-        del params[key]
-    text = f"{asked} is not supported yet; {other} trains in its place"
-    if dropped:
-        text += f", without {', '.join(dropped)}"
-    return changed, [Notice(("optimizer", "type"), f"{text}.")]
+    text = f"{asked} is not supported yet; {other} trains in its place."
+    return changed, [Notice(("optimizer", "type"), text)]

@@ -18,6 +18,7 @@ from zinf.hf.actor_critic import check_tokens
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params, load
 from zinf.hf.objectives.from_rewards import drawing_objective, drawn_by, scored
+from zinf.hf.reference import TEACHER
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _teacher(policy: Model, config: Config) -> Model | None:
             "not read yet. Leave one of them out."
         )
     teacher = _loaded(place_of_model(name, config.folders_of_modules()) or name)
-    check_tokens(policy, teacher, "teacher", "--teacher, grpo.teacher")
+    check_tokens(policy, teacher, TEACHER, "--teacher, grpo.teacher")
     return teacher
 
 
