@@ -201,7 +201,7 @@ def test_text_and_images_have_a_softmax_each(queries, options, implementation):
     segments = ids if "segments" in options else None
     given: dict[str, Any] = {"window": options.get("window")}
     if segments is not None:
-        given |= {"q_segments": segments, "k_segments": segments}
+        given["q_segments"] = segments  # Those of the keys, which are as many.
     if first:
         given["q_positions"] = first + jnp.arange(queries)[None]
     shown = {"q_images": images[:, first:], "k_images": images}

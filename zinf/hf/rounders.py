@@ -150,7 +150,8 @@ class Awq(AbstractRounder):
         scales = self._scales.get(path)
         if scales is not None:
             weight, gram = weight * scales, gram / scales / scales[:, None]
-        rounded = clipped(weight, gram, self.weights.grid(path))
+        with _named("awq", path):
+            rounded = clipped(weight, gram, self.weights.grid(path))
         self.say(f"{path} is rounded")
         return rounded
 

@@ -62,9 +62,16 @@ def multimodal_attention(
         )
     if k_images is None:
         k_images = q_images
-    if q_segments is None or k_segments is None:
+    if q_segments is None and k_segments is None:
         q_segments = jnp.zeros((1, q.shape[1]), jnp.int32)
         k_segments = jnp.zeros((1, k.shape[1]), jnp.int32)
+    if k_segments is None and q.shape[1] == k.shape[1]:
+        k_segments = q_segments
+    if q_segments is None or k_segments is None:
+        raise ValueError(
+            f"Segments of queries and of keys go together, and {q.shape[1]} queries "
+            f"meet {k.shape[1]} keys. Pass q_segments and k_segments."
+        )
     options |= {"causal": True}
 
     def seeing(is_seen_BS: jax.Array) -> dict[str, Any]:

@@ -170,6 +170,8 @@ def test_scales_are_those_of_a_plain_search(bits, group):
     for wrong in (0 * gram, gram + np.float32(np.nan)):
         with pytest.raises(ValueError, match="some not 0"):
             best_scales([weight], wrong, grid)
+    with pytest.raises(ValueError, match="must be finite"):
+        clipped(weight, gram + np.float32(np.nan), grid)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

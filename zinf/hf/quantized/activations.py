@@ -54,7 +54,12 @@ def clipped(weight: np.ndarray, gram: np.ndarray, grid: Grid) -> Rounded:
 
     Args:
         weight, gram: see `best_scales`; the group divides the inputs.
+
+    Raises:
+        ValueError: `gram` is not finite.
     """
+    if not np.isfinite(gram).all():
+        raise ValueError("all numbers of the sum over its inputs must be finite")
     rows = weight.T.reshape(-1, grid.group, weight.shape[0])
     codes, scales = np.empty_like(rows), np.empty_like(rows[:, 0])
     for number, group in enumerate(rows):
