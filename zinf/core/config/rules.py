@@ -7,7 +7,7 @@ from zinf.core.config.efficiency import RandomLTD
 from zinf.core.config.optimizer import AdamParams
 from zinf.core.config.pacing import Pacing
 from zinf.core.config.scheduler import DecayParams, OneCycleParams, WarmupParams
-from zinf.core.config.schema import BYTE_VALUES, STDLIB
+from zinf.core.config.schema import BYTE_VALUES, STDLIB, WITH_IMAGES
 from zinf.core.config.section import Violation
 from zinf.core.config.settings import PERSISTENT_ELEMENTS, Settings
 from zinf.core.program import Tier
@@ -397,8 +397,12 @@ def _objective(config: Settings) -> Iterator[Violation]:
 
 
 def _images(config: Settings) -> Iterator[Violation]:
-    """Settings that lines with images do not go with."""
+    """Settings that lines with images do not go with, or that are for them alone."""
     data, path = config.data, ("data", "images")
+    for key in [] if data.traits.takes_images else WITH_IMAGES:
+        if getattr(config.model, key, False):
+            text = f"has no effect: data.objective {data.objective} takes no images"
+            yield ("model", key), f"{text}. Remove it."
     if data.images is None:
         return
     if config.model is None or config.model.huggingface is None:
