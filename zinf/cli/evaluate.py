@@ -80,6 +80,7 @@ def print_run_evaluation(
             engine.saved = saved
             engine.weights = weights or config.run.weights
             engine.prepare(batch)
+            data, _ = task.drawn(data, engine, is_training=False)
             losses, tokens, start = [], 0, perf_counter()
             for held_out in islice(data, config.run.evaluate_batches):
                 losses.append(engine.evaluate_weighted(held_out))

@@ -173,6 +173,12 @@ class Task:
             rng=self._rng,
         )
 
+    def _applied(self, function: Callable) -> Callable:
+        """A function of the model's parameters, as one of those of an engine."""
+        if self.config.adapter is None:
+            return function
+        return self.adapted().applied(function)
+
     @property
     def _rng(self) -> jax.Array | None:
         config = self.config
@@ -557,9 +563,7 @@ class Task:
         """
         if batches is None or self.objective.outputs is None:
             return ()
-        function = partial(self.objective.outputs, self.model)
-        if self.config.adapter is not None:
-            function = self.adapted().applied(function)
+        function = self._applied(partial(self.objective.outputs, self.model))
         return (partial(self._measure, engine, batches, function),)
 
     def _measure(
@@ -594,7 +598,7 @@ class Task:
         """
         drawing, asks = self.objective.drawing, self.objective.asks
         if asks is not None:
-            asked = asks(engine, self.config)
+            asked = asks(engine, self.model, self._applied, self.config)
             return data.map(asked), (Hook(asked.told),)
         if drawing is None:
             is_taught = is_training and self.config.distillation is not None

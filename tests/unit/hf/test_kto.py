@@ -90,6 +90,8 @@ def test_desirable_answers_become_likelier_and_others_do_not(tmp_path):
     # Of 2 rows, and 2 that fill the batch and have no weight.
     evaluations = [m["evaluation_loss"] for m in metrics if "evaluation_loss" in m]
     assert len(evaluations) == 3 and evaluations[-1] < 0.5
+    shown = run("evaluate", tmp_path / "tuned.run/finetune.yaml").stdout
+    assert f"loss {evaluations[-1]:.6g}, " in shown
     # At first the model is the reference: z is 0 and each loss a half.
     assert metrics[0]["kl"] < 1e-6 and abs(metrics[0]["loss"] - 0.5) < 1e-6
     assert metrics[-1]["loss"] < 0.25

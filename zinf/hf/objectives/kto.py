@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.core.config import Config
+from zinf.core.engine.engine import Engine
 from zinf.core.problem.weighted import Weighted
 from zinf.data.array_file import read_array
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
-from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.objectives import dpo
-from zinf.hf.objectives.objective import AbstractAsked, Spec, tokens_spec
+from zinf.hf.objectives.objective import AbstractAsked, Applied, Spec, tokens_spec
 from zinf.hf.pairs import ANSWER_KEYS, SIDES
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
@@ -186,15 +186,21 @@ class _Gains:
 class _Asked(AbstractAsked):
     """Turns rows into batches of a step: an engine says what z is.
 
+    Args:
+        applied: from a function of the model's parameters to one of the engine's.
+
     Attributes:
         kl: z of the last batch.
     """
 
-    def __init__(self, engine: ModelEngine, config: Config) -> None:
-        function: Callable = _Gains(engine.model)
-        if engine.adapted is not None:
-            function = engine.adapted.applied(function)
-        self._engine, self._function = engine, function
+    def __init__(
+        self,
+        engine: Engine,
+        model: Model,
+        applied: Applied,
+        config: Config,
+    ) -> None:
+        self._engine, self._function = engine, applied(_Gains(model))
         self._count = config.num_microbatches
         self.kl = 0.0
 
