@@ -59,6 +59,11 @@ def print_run_evaluation(
         weights: "master" as trained, "ema" their average; None takes `run.weights`.
     """
     config, mesh = on_devices(path, overrides=overrides)
+    if config.data.traits.is_drawn:
+        raise NotImplementedError(
+            f"zinf evaluate does not know data.objective {config.data.objective} yet, "
+            "whose batches the model draws. Rewards are in the metrics of the run."
+        )
     # A teacher has no part in the loss on held-out data.
     config = config.model_copy(update={"distillation": None})
     if num_batches is not None:

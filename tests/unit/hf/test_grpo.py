@@ -437,6 +437,12 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "no data": lambda: hf.GRPOTrainer(folder, evens),
     }
     golden.check("grpo.txt", refusals(mistakes, tmp_path))
+    raw = {"model": {"huggingface": str(folder)}, "train_batch_size": 8}
+    raw |= {"data": {"objective": "grpo"}, "grpo": {"rewards": ["rewards.py:evens"]}}
+    run_file = tmp_path / "grpo.yaml"
+    run_file.write_text(json.dumps(raw))
+    shown = run("evaluate", run_file, code=2)
+    assert "zinf evaluate does not know data.objective grpo yet" in shown.stderr
 
 
 def test_arguments_of_trl_without_effect_are_named(caplog):
