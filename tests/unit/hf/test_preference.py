@@ -143,10 +143,8 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     if asks is not None:
         zeros = np.zeros((3, 2), np.float32)
-        engine = SimpleNamespace(
-            model=task.model, adapted=None, apply=lambda *_, **__: zeros
-        )
-        batch = asks(engine, task.config)(batch)
+        engine = SimpleNamespace(apply=lambda *_, **__: zeros)
+        batch = asks(engine, task.model, lambda f: f, task.config)(batch)
     row = {name: (x.shape[1:], x.dtype) for name, x in batch.items()}
     spec = {name: (x.shape[1:], x.dtype) for name, x in task.batch_spec(3).items()}
     assert row == spec
