@@ -98,6 +98,28 @@ def test_the_loss_and_its_gradient_are_those_of_rounded_weights():
 
 
 @pytest.mark.slow
+def test_copies_that_groups_hold_are_equal_on_all_tiers_and_read_unrounded():
+    """With hpZ, updates go to other groups as integers where copies are on devices."""
+    groups = ("zero_optimization.zero_hpz_partition_size", 4)
+    more = (*QUANTIZED, groups)
+    settings = [
+        Setting(place, "bf16 accumulation", mesh="2x4", more=more)
+        for place in (ON_DEVICE, ON_HOST, ("none", "cpu"), "fused")
+    ]
+    expected, *streamed = (train(WIDE, s, ADAM) for s in settings[:3])
+    for found in streamed:
+        assert_bit_equal(found, expected)
+    assert train(WIDE, settings[-1], ADAM).deviation(expected) <= BOUND
+    for setting in (settings[0], settings[-1]):
+        config = setting.config(WIDE, "")
+        with WIDE.start(OPTIMIZERS[ADAM], config, mesh=mesh_of("2x4")) as engine:
+            engine.step(WIDE.batches(1, 2)[0])
+            for path in ("first", "layers", "last"):
+                master, copy = (engine.get(path, k) for k in ("master", "compute"))
+                np.testing.assert_array_equal(master.astype(copy.dtype), copy)
+
+
+@pytest.mark.slow
 def test_gathers_send_a_quarter_of_the_bytes():
     def gathered_bytes(setting: Setting) -> float:
         made = planner(setting, segment={}).plan_batch(WIDE.batches(1)[0])

@@ -49,3 +49,17 @@ def test_parts_with_short_rows_are_not_worth_it():
     assert not BLOCKS.is_worth_it((1 << 20, 15))
     assert BLOCKS.is_worth_it((16,))
     assert not BLOCKS.is_worth_it(())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_was_decoded_to_16_bits_is_encoded_as_before(dtype):
+    # With numbers near the least of a float16 that is not zero, 2^-24.
+    sizes = 2.0 ** np.arange(-26, 4)[:, None]
+    part = jnp.asarray(normal(30, 600) * sizes, dtype)
+    sent = BLOCKS.encode(part)
+    (once,) = BLOCKS.decode([x[None] for x in sent], part.shape, dtype)
+    np.testing.assert_array_equal(there_and_back(once), once)
+    is_normal = np.abs(np.asarray(part, np.float32)).max(1) > 2.0**-12
+    for before, after in zip(sent, BLOCKS.encode(once), strict=True):
+        before, after = (np.asarray(x).reshape(30, -1) for x in (before, after))
+        np.testing.assert_array_equal(before[is_normal], after[is_normal])

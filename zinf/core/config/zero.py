@@ -91,7 +91,8 @@ class ZeroOptimization(Section):
 
     zero_quantized_weights: Auto[Flag] = False
     """Gather parameters as 8-bit integers (ZeRO++ qwZ), at stage 3. A weight is rounded
-    by at most 1/254 of the largest of up to 256 beside it."""
+    by at most 1/254 of the largest of up to 256 beside it. With zero_hpz_partition_size
+    and bf16 or fp16, updated weights go to other groups so too, with the same bits."""
 
     zero_quantized_gradients: Auto[Flag] = False
     """Exchange gradients as 4-bit integers (ZeRO++ qgZ), at stages 2 and 3. A part of a

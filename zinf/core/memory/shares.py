@@ -2,7 +2,7 @@
 arrays on the devices."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from zinf.core.memory.host.aligned import aligned_empty
 from zinf.core.memory.host.pages import PAGEABLE, AbstractPages
-from zinf.core.sharding import Box, Layout, intersection, relative
+from zinf.core.sharding import Box, Layout, intersection, relative, spread
 
 
 def to_devices(
@@ -90,7 +90,8 @@ def in_device_form(array: jax.Array, layout: Layout) -> jax.Array:
     wanted = layout.device
     if wanted.num_devices == 1 or array.sharding.is_equivalent_to(wanted, array.ndim):
         return array
-    return _placing(wanted)(array)
+    run = _placing(wanted) if layout.num_groups == 1 else _spreading(layout)
+    return run(array)
 
 
 def gathered(share: np.ndarray, layout: Layout) -> np.ndarray:
@@ -136,7 +137,10 @@ def _parts_of(
     if len(array.devices()) == 1:
         yield box, array if box == layout.box else _part(array, box, layout.box)
         return
-    blocks = layout.blocks(array.sharding)
+    is_spread = layout.num_groups > 1 and array.sharding.is_equivalent_to(
+        layout.device, array.ndim
+    )
+    blocks = layout.blocks(layout.share if is_spread else array.sharding)
     seen, volume = set(), 0
     for shard in array.addressable_shards:
         block = blocks[shard.device]
@@ -145,10 +149,8 @@ def _parts_of(
             continue
         seen.add(part)
         volume += prod(stop - start for start, stop in part)
-        inside = shard.data
-        if part != block:
-            inside = _part(inside, part, block)
-        yield part, inside
+        held = layout.amid_others(block) if is_spread else block
+        yield part, shard.data if part == held else _part(shard.data, part, held)
     wanted = prod(stop - start for start, stop in box)
     assert volume == wanted, "the devices lack some of the share"
 
@@ -167,6 +169,11 @@ _dynamic_slice = jax.jit(
     lambda array, starts, *, sizes: jax.lax.dynamic_slice(array, starts, sizes),
     static_argnames="sizes",
 )
+
+
+@cache
+def _spreading(layout: Layout) -> Callable[[Any], Any]:
+    return jax.jit(partial(spread, layout=layout))
 
 
 @cache

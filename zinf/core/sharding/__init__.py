@@ -22,7 +22,7 @@ from zinf.core.sharding.rule import (
     rows_of_process,
 )
 from zinf.core.sharding.signs import AbstractCompression, Phase
-from zinf.core.sharding.wire import as_cut, cut, gather
+from zinf.core.sharding.wire import as_cut, cut, gather, spread, spread_bytes
 
 __all__ = [
     "AbstractCompression",
@@ -51,5 +51,7 @@ __all__ = [
     "placed_layout",
     "relative",
     "rows_of_process",
+    "spread",
+    "spread_bytes",
     "whole_layout",
 ]

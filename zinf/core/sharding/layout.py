@@ -36,6 +36,9 @@ class Layout:
             the array. Experts and channels are cut by their own axes here too.
         encoding: what parts are sent as when compiled programs gather the array from
             its device form; None sends them as they are.
+        num_groups: if more than 1, each of so many groups of devices holds the array,
+            and a device holds the parts that its counterparts in all groups keep,
+            instead of the block that `device` names. See [Note: parts of all groups].
     """
 
     shape: tuple[int, ...]
@@ -44,6 +47,7 @@ class Layout:
     share: NamedSharding
     encoding: Blocks | None = None
     whole: NamedSharding | None = None
+    num_groups: int = 1
 
     @property
     def is_padded(self) -> bool:
@@ -61,6 +65,11 @@ class Layout:
             return self.whole
         assert isinstance(self.device.mesh, Mesh)
         return replicated(self.device.mesh)
+
+    @property
+    def updated(self) -> NamedSharding:
+        """The sharding in which an update on the devices makes the array."""
+        return self.device if self.num_groups == 1 else self.share
 
     @cached_property
     def device_shape(self) -> tuple[int, ...]:
@@ -122,6 +131,20 @@ class Layout:
     def blocks(self, sharding: Sharding) -> Mapping[jax.Device, Box]:
         """The block of `padded` that each device of this process has."""
         return _blocks(sharding, self.padded)
+
+    def amid_others(self, block: Box) -> Box:
+        """The box of all that a device holds, as if parts of groups were neighbours.
+
+        Args:
+            block: the part that the device keeps itself, at its place in the box.
+        """
+        box = []
+        sizes = zip(block, self.padded, self.device_shape, strict=True)
+        for (start, stop), size, held in sizes:
+            groups = held // (stop - start)
+            first = start - start * groups // size * (stop - start)
+            box.append((first, first + held))
+        return tuple(box)
 
     def piece(self, rows: Rows) -> "Layout":
         """The layout of these rows; the leading dim must not be cut."""

@@ -292,7 +292,9 @@ def persistent_layouts(
         flags = has_layers, dims, array.path not in indivisible
         layout = _layout(array.role, spec.shape, rule, *flags)
         if array.role == Role.PARAM and spec.dtype in ENCODED_DTYPES:
-            layout = _encoded(layout, rule)
+            is_copy = ArrayId(Role.MASTER, array.path) in specs
+            is_short_copy = is_copy and spec.itemsize == 2
+            layout = _encoded(layout, rule, is_short_copy=is_short_copy)
         arrays[array] = ArrayEntry(spec, layout)
         if array.role == Role.PARAM:
             total = _layout(Role.GRADIENT, spec.shape, rule, *flags)
@@ -326,12 +328,21 @@ def _parts(total: Layout, rule: AxisRule) -> AbstractParts | None:
     return Parts(total, encoding, rule.node_size)
 
 
-def _encoded(layout: Layout, rule: AxisRule) -> Layout:
-    """A layout with the encoding of the rule, if that saves bytes."""
+def _encoded(layout: Layout, rule: AxisRule, *, is_short_copy: bool) -> Layout:
+    """A layout with the encoding of the rule, if that saves bytes.
+
+    Args:
+        is_short_copy: updates make the array, of 16 bits a number, from a master that
+            no rounding reaches. So it is encoded between groups too ([Note: rounded
+            once] holds for 16 bits).
+    """
     encoding = rule.encoding
     if encoding is None or not encoding.is_worth_it(layout.device_shape):
         return layout
-    return replace(layout, encoding=encoding)
+    own, groups = layout.share.shard_shape(layout.padded), 1
+    if is_short_copy and encoding.is_worth_it(own):
+        groups = prod(layout.device_shape) // prod(own)
+    return replace(layout, encoding=encoding, num_groups=groups)
 
 
 def layouts_on_one(device: jax.Device, specs: Mapping[ArrayId, ArraySpec]) -> Layouts:

@@ -169,7 +169,7 @@ class Parts(AbstractParts):
             if errors:
                 error = jnp.moveaxis(jnp.squeeze(errors[level], DEVICE_DIM), 1, 0)
                 x = x + error.astype(jnp.float32)
-            sent = self.encoding.encode(x.reshape(-1, *shape[1:]))
+            sent = self.encoding.encode_all(x)
             if error is not None:
                 lost = x - self.encoding.decode(sent, shape, jnp.float32)
                 left = self.encoding.new_error(error.astype(jnp.float32), lost)

@@ -10,6 +10,15 @@ If the layout has an encoding, each device encodes its own part, gathers the enc
 parts of all, and decodes them (as in the all-gather transforms of FSDP2). Such a gather
 must be outside the differentiated function, since rounding has no derivative.
 
+[Note: parts of all groups] If groups of devices each hold a parameter (ZeRO++'s hpZ),
+its share is cut among all devices: (group, device of the group, rest) along the cut
+dim. A device then holds (group, rest): the part that it keeps itself, and what the same
+device of every other group keeps. So after an update only these parts go to other
+groups, once and encoded (`spread`), and a gather sends nothing between groups. A device
+keeps its own part as it is, and those of others as decoded. Gathers encode each part by
+itself, as `spread` did, so no number is rounded twice ([Note: rounded once]) and all
+groups compute with the same weights.
+
 On a TPU, plain gathers and cuts take two steps: over all dims of the torus but the
 last, and over the last. In one step, XLA turns an all-gather over all chips of a
 three-dimensional torus into an all-reduce of zero-padded parts, and the constraint of a
@@ -20,6 +29,7 @@ of all parameters per training step, two steps send 3 times, and temporaries fal
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -29,7 +39,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zinf.core.sharding.encoding import Blocks
 from zinf.core.sharding.layout import Layout
-from zinf.core.sharding.mesh import FSDP
+from zinf.core.sharding.mesh import FSDP, REPLICA
 
 OUTER, INNER = "outer", "inner"
 
@@ -56,18 +66,16 @@ def _gather_plain(array: Any, layout: Layout) -> Any:
 
 def _gather_encoded(encoding: Blocks, layout: Layout) -> Callable:
     """`array -> array` on all devices, by way of encoded parts."""
-    sharding, computed = layout.device, layout.computed
-    before, after = (
-        [*s.spec, *[None] * (len(layout.shape) - len(s.spec))]
-        for s in (sharding, computed)
-    )
-    ((dim, axes),) = [(d, e) for d, e in enumerate(before) if e != after[d]]
+    sharding, computed, groups = layout.device, layout.computed, layout.num_groups
+    dim, axes = _cut_along(sharding, computed)
 
     def gather_here(own: Any) -> Any:
-        sent = [jax.lax.all_gather(x, axes) for x in encoding.encode(own)]
-        parts = encoding.decode(sent, own.shape, own.dtype)
-        parts = jnp.moveaxis(parts, 0, dim)
-        return parts.reshape(*own.shape[:dim], -1, *own.shape[dim + 1 :])
+        shape = *own.shape[:dim], groups, -1, *own.shape[dim + 1 :]
+        own = jnp.moveaxis(own.reshape(shape), dim, 0)
+        sent = [jax.lax.all_gather(x, axes) for x in encoding.encode_all(own)]
+        parts = encoding.decode(sent, own.shape[1:], own.dtype)
+        by_group = jnp.swapaxes(parts.reshape(-1, *own.shape), 0, 1)
+        return _joined(by_group.reshape(parts.shape), dim)
 
     # Devices along `axes` compute the same whole, which shard_map cannot see.
     return jax.shard_map(
@@ -77,6 +85,62 @@ def _gather_encoded(encoding: Blocks, layout: Layout) -> Callable:
         out_specs=computed.spec,
         check_vma=False,
     )
+
+
+def spread(array: Any, layout: Layout) -> Any:
+    """The device form of an array that an update made (`Layout.updated`); traceable.
+
+    If groups hold it, each device sends its part to its counterparts in the others,
+    encoded. See [Note: parts of all groups].
+    """
+    encoding, kept = layout.encoding, layout.share
+    if layout.num_groups == 1:
+        return array
+    assert encoding is not None
+    dim, _ = _cut_along(kept, layout.computed)
+
+    def spread_here(own: Any) -> Any:
+        sent = [jax.lax.all_gather(x, REPLICA) for x in encoding.encode(_exact(own))]
+        parts = encoding.decode(sent, own.shape, own.dtype)
+        return _joined(parts.at[jax.lax.axis_index(REPLICA)].set(own), dim)
+
+    run = jax.shard_map(
+        spread_here,
+        mesh=_mesh_of(kept),
+        in_specs=kept.spec,
+        out_specs=layout.device.spec,
+        check_vma=False,
+    )
+    return run(array)
+
+
+def spread_bytes(layout: Layout, dtype: Any) -> int:
+    """Bytes that one device sends in `spread`."""
+    assert layout.encoding is not None
+    own = jax.ShapeDtypeStruct(layout.share.shard_shape(layout.padded), dtype)
+    sent = jax.eval_shape(layout.encoding.encode, own)
+    return (layout.num_groups - 1) * sum(x.size * x.dtype.itemsize for x in sent)
+
+
+def _exact(own: Any) -> Any:
+    """Numbers of 16 bits in float32, rounded even if XLA drops the cast to 16 bits."""
+    kind = jnp.finfo(own.dtype)
+    wide = own.astype(jnp.float32)
+    return jax.lax.reduce_precision(wide, kind.nexp, kind.nmant)
+
+
+def _cut_along(before: NamedSharding, after: NamedSharding) -> tuple[int, Any]:
+    """The dim that the first sharding cuts and the second does not, and its axes."""
+    pairs = zip_longest(before.spec, after.spec)
+    ((dim, axes),) = [(d, cut) for d, (cut, rest) in enumerate(pairs) if cut != rest]
+    return dim, axes
+
+
+def _joined(parts: Any, dim: int) -> Any:
+    """Parts (parts, ...) one after another along a dim of theirs."""
+    shape = parts.shape[1:]
+    parts = jnp.moveaxis(parts, 0, dim)
+    return parts.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
 def cut(array: Any, layout: Layout) -> Any:

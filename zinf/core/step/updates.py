@@ -33,7 +33,7 @@ from zinf.core.plan import (
 )
 from zinf.core.problem.problem import Problem
 from zinf.core.program import ArrayId, Program, Role, Rows, Tier
-from zinf.core.sharding import Layout, Layouts
+from zinf.core.sharding import Layout, Layouts, spread_bytes
 from zinf.core.sharding.mesh import first_cpu, local_devices, replicated
 from zinf.core.step.exchange import exchange_of
 from zinf.core.step.sums import sum_dtype
@@ -288,23 +288,32 @@ def compile_program_updates(
         cpu=cpu,
         joint=JointCompiler(compile_here),
         unit_bytes=UNIT_BLOCKS * limit,
-        exchanges=_exchanges(on_device, layouts.mesh),
+        exchanges=_exchanges(on_device, units, layouts),
     )
 
 
 def _exchanges(
-    steps: Mapping[ArrayUpdate, UpdateStep], mesh: Mesh
+    steps: Mapping[ArrayUpdate, UpdateStep],
+    units: Mapping[ArrayUpdate, Unit],
+    layouts: Layouts,
 ) -> dict[ArrayUpdate, Exchange]:
-    """Bytes that each update sends between devices; an executable is analysed once."""
+    """Bytes that each update sends between devices; an executable is analysed once.
+
+    Copies for groups are counted here too: they are spread when they are next read.
+    """
     read: dict[int, Exchange] = {}
     found = {}
     for update, step in steps.items():
         key = id(step.executable)
-        if mesh.size == 1:
+        if layouts.mesh.size == 1:
             read[key] = NO_EXCHANGE
         elif key not in read:
             read[key] = exchange_of(step.collectives())
         found[update] = read[key]
+        copy = layouts.of(update.compute or update.master)
+        if copy.num_groups > 1:
+            sent = spread_bytes(copy, units[update].compute_dtype)
+            found[update] += Exchange(hidden_bytes=0, exposed_bytes=sent)
     return found
 
 
@@ -312,7 +321,7 @@ def _placement(update: ArrayUpdate, layouts: Layouts) -> UnitPlacement:
     """The shardings of the arrays of an update on the devices."""
 
     def device(array: ArrayId) -> Sharding:
-        return layouts.of(array.whole).device
+        return layouts.of(array.whole).updated
 
     gradient = layouts.own_part(update.gradient) or layouts.of(update.gradient.whole)
     return UnitPlacement(

@@ -181,7 +181,9 @@ class Streamed(AbstractPrepared):
         """Bytes that an update reads and writes on one device, as the plan counts."""
 
         def device_bytes(array: ArrayId) -> int:
-            return self.arranged.catalog.nbytes(array, Tier.DEVICE)
+            nbytes = self.arranged.catalog.nbytes(array, Tier.DEVICE)
+            # An update makes only the part of a copy that a device keeps itself.
+            return nbytes // self.layouts.of(array).num_groups
 
         own = self.updates.own_parts.get(update)
         rows = update.block or update.gradient.rows

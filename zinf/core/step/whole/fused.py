@@ -18,7 +18,7 @@ from zinf.core.optim.squares import root
 from zinf.core.optim.update import update_function
 from zinf.core.problem.problem import Problem
 from zinf.core.program import ArrayId, Role
-from zinf.core.sharding import Layouts, Phase, as_cut, gather
+from zinf.core.sharding import Layouts, Phase, as_cut, gather, spread
 from zinf.core.sharding.mesh import replicated
 from zinf.core.step.sums import sum_squares
 from zinf.core.step.whole.frame import Frame
@@ -150,7 +150,8 @@ def _step(frame: Frame, gradients: Callable) -> Callable:
         shared, step_values = frame.step_values(own, losses, weight, norms)
         new = dict(arrays)
         for update in updates:
-            new.update(update(arrays, grads, factor, step_values))
+            made = update(arrays, grads, factor, step_values)
+            new.update({a: spread(x, layouts.of(a)) for a, x in made.items()})
         new |= replaced
         kept = [jnp.where(is_finite, new[a], arrays[a]) for a in ids]
         outputs = {"losses": losses, "judged": judged, "extra": extra}
