@@ -131,10 +131,11 @@ def test_every_token_of_a_step_counts_alike_in_whichever_process(processes):
         np.testing.assert_allclose(total / weight, after.mean, rtol=1e-5)
 
 
-def test_gradients_are_exchanged_between_processes_as_between_groups(processes):
-    devices = jax.devices()[:DEVICES]
-    expected = quantized(zinf.make_mesh(devices, num_replicas=PROCESSES))
-    for found in (process["quantized"] for process in processes):
+@pytest.mark.parametrize("case", ["quantized", "in groups"])
+def test_numbers_are_exchanged_between_processes_as_between_groups(processes, case):
+    mesh = zinf.make_mesh(jax.devices()[:DEVICES], num_replicas=PROCESSES)
+    expected = quantized(mesh, holds_copies=case == "in groups")
+    for found in (process[case] for process in processes):
         assert found["params"] == expected["params"]
         # Of scalars over devices, sums are in another order.
         for name in ("loss", "grad_norm"):

@@ -111,6 +111,8 @@ def train(group: AbstractGroup, folder: str) -> None:
     train_fp16(group, folder)
     train_weighted(group)
     report("quantized", quantized(zinf.make_mesh(jax.devices()), group))
+    in_groups = zinf.make_mesh(jax.devices(), num_replicas=PROCESSES)
+    report("in groups", quantized(in_groups, group, holds_copies=True))
 
 
 def train_weighted(group: AbstractGroup) -> None:
@@ -133,18 +135,24 @@ def train_weighted(group: AbstractGroup) -> None:
     report("weighted", found)
 
 
-def quantized(mesh: Any, group: AbstractGroup | None = None) -> dict[str, Any]:
+def quantized(
+    mesh: Any, group: AbstractGroup | None = None, *, holds_copies: bool = False
+) -> dict[str, Any]:
     """Steps whose gradients are exchanged in 4 bits, between nodes too, with LoCo.
 
     A process is a node; in one process, half of its devices are.
+
+    Args:
+        holds_copies: each node holds bfloat16 copies of weights, updated in 8 bits.
     """
     zero = {"stage": 3, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
-    if group is None:
+    if group is None or holds_copies:
         zero["zero_hpz_partition_size"] = mesh.size // PROCESSES
     settings = {
         "execution": "streamed",
         "persistence_threshold": 1,
-        "zero_optimization": zero,
+        "zero_optimization": zero | {"zero_quantized_weights": holds_copies},
+        "bf16": {"enabled": holds_copies},
     }
     found = []
     arguments = WIDE.loss, WIDE.init, optax.adamw(1e-3), settings
@@ -152,7 +160,8 @@ def quantized(mesh: Any, group: AbstractGroup | None = None) -> dict[str, Any]:
         for batch in WIDE.batches(STEPS):
             own = own_part(batch, group.index, group.count, 1) if group else batch
             found.append(engine.step(own))
-        params = fingerprint(engine.params())
+        copies = [engine.get(path, "compute") for path in engine.params()]
+        params = fingerprint([engine.params(), copies])
     columns = {k: [m[k] for m in found] for k in ("loss", "grad_norm")}
     return columns | {"params": params}
 
