@@ -71,7 +71,7 @@ from zinf.hf.engine import (
 from zinf.hf.export import write_adapter, write_model
 from zinf.hf.frozen import Frozen, in_words
 from zinf.hf.hub import check_login, push
-from zinf.hf.images.objective import images_in_files
+from zinf.hf.images.objective import check_lines, check_settings, images_in_files
 from zinf.hf.judge import Judge
 from zinf.hf.model import Model, load_as_stored
 from zinf.hf.objectives import objective_of
@@ -98,7 +98,13 @@ class Task:
 
     @property
     def model(self) -> Model:
-        """The model; the same object each time."""
+        """The model; the same object each time.
+
+        Raises:
+            ValueError: settings are about images, and it reads text alone.
+        """
+        if self.config.data.images is None:
+            check_settings(self.config, "data.images is null, so text alone is read")
         return self.objective.model(self.config)
 
     @property
@@ -310,7 +316,11 @@ class Task:
         return found
 
     def check_files(self) -> None:
-        """Refuse files of the model that cannot be read; samples may take minutes."""
+        """Refuse files of the model that cannot be read; samples may take minutes.
+
+        Also settings that are about images, if no line has any.
+        """
+        check_lines(self.config)
         self.model.check_files()
 
     def check_exports(self) -> None:

@@ -404,8 +404,26 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         config_of("gemma3").save_pretrained(tmp_path / "none")
         ImageTokenizing.of(hf.load_with_images(tmp_path / "none"), **TOKENIZING)
 
+    def task(key, paths, **data):
+        given = {"huggingface": str(folder), key: True}
+        settings = {"paths": paths, "sequence_length": 64} | data
+        return hf.Task(Config.load({"model": given, "data": settings}))
+
+    texts = [str(write(tmp_path / "texts.jsonl", [{"text": "w1 w2"}]))]
     rows(2)
     mistakes = {
+        "a frozen tower, and no images in a command": task(
+            "freeze_vision_tower", texts
+        ).settings_of_data,
+        "a frozen tower, and no files": task(
+            "freeze_vision_tower", "stdlib"
+        ).settings_of_data,
+        "a frozen tower, and a config without images": lambda: (
+            task("freeze_vision_tower", texts).model
+        ),
+        "an attention of images, and no images": task(
+            "multimodal_attention", texts, images=1
+        ).check_files,
         "a class that is not supported": lambda: hf.load_with_images(tmp_path / "blip"),
         "more images than places": lambda: line(1, ["0.png", "0.png"]),
         "an image is missing": lambda: line(2, ["0.png"]),

@@ -105,6 +105,44 @@ def _samples(folder: Path, model: Model, config: Config, **where: Any) -> ImageS
     return ImageSamples(folder, model, room=room_of(model, config.data.images), **where)
 
 
+def check_settings(config: Config, reason: str) -> None:
+    """Refuse settings that are about images where a model reads text alone.
+
+    Args:
+        reason: why it reads text alone, for the message.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for key in WITH_IMAGES:
+        if getattr(config.model, key, False):
+            option = f"--{key.replace('_', '-')}"
+            raise ValueError(
+                f"model.{key} ({option}) is set, and {reason}. Leave it out, or give "
+                "images: in lines, and in a config with data.images too."
+            )
+
+
+def check_lines(config: Config) -> None:
+    """Refuse settings that are about images, if no line of the files has one.
+
+    Raises:
+        FileNotFoundError, ValueError: see above, or a file cannot be read.
+    """
+    is_given = any(getattr(config.model, key, False) for key in WITH_IMAGES)
+    if is_given and not _any_images(config):
+        check_settings(config, "no line has images")
+
+
+def _any_images(config: Config) -> bool:
+    """Whether a line of the files has images."""
+    data = config.data
+    if isinstance(data.paths, str):
+        return False
+    paths = [*data.paths, *(data.evaluation_paths or ())]
+    return any(has_images(line) for path in paths for line, _ in records(path))
+
+
 def images_in_files(objective: Objective, config: Config, say: Say) -> dict[str, Any]:
     """The tiles or patches of the sample with the most of them, if lines have images.
 
@@ -118,20 +156,11 @@ def images_in_files(objective: Objective, config: Config, say: Say) -> dict[str,
         NotImplementedError: they have, and zinf reads none with this architecture.
         FileNotFoundError, ValueError: a file or a line is wrong.
     """
+    if not _any_images(config):
+        check_settings(config, "no line has images")
+        return {}
     data = config.data
-    if isinstance(data.paths, str):
-        return {}
     splits = [data.paths, data.evaluation_paths or ()]
-    lines = (line for paths in splits for path in paths for line in records(path))
-    if not any(has_images(line) for line, _ in lines):
-        given = [key for key in WITH_IMAGES if getattr(config.model, key, False)]
-        for key in given:
-            option = f"--{key.replace('_', '-')}"
-            raise ValueError(
-                f"model.{key} ({option}) is set, and no line has images. Leave it out, "
-                "or give images."
-            )
-        return {}
     found, seeing = [], with_images(objective)
     if objective.drawing is not None:
         model = image_model(config)
