@@ -72,6 +72,7 @@ OBJECTIVES = {
         num_sequences=2,
         # As in TRL, 1e-6 of all weights.
         rate=0.1,
+        takes_images=True,
     ),
     "reward": Traits(
         "score chosen answers above rejected ones, https://arxiv.org/abs/2203.02155",

@@ -334,6 +334,11 @@ class Model:
         return ()
 
     @property
+    def scored_leaves(self) -> tuple[str, ...]:
+        """Names of the leaves of a batch that it reads, with the labels it scores."""
+        return ("input_ids", "labels", *self.image_leaves)
+
+    @property
     def image_leaves(self) -> tuple[str, ...]:
         """Leaves of a batch that images add to those of text."""
         return ()

@@ -115,7 +115,7 @@ def log_probabilities(
     model: Model, params: Params, batch: Batch, *key: jax.Array, train: bool = False
 ) -> jax.Array:
     """The log-probability of each answer, float32 (pairs, 2)."""
-    flat = by_sequence(batch, (*ANSWER_KEYS, *model.image_leaves))
+    flat = by_sequence(batch, model.scored_leaves)
     found = model.log_probabilities(params, flat, *key, train=train)
     return found.reshape(-1, len(SIDES))
 

@@ -90,7 +90,7 @@ def check_length(teacher: Model, length: int) -> None:
 def _scores(
     engine: ModelEngine, batch: Mapping[str, Any], temperature: float, count: int
 ) -> np.ndarray:
-    names = ("input_ids", "labels", *engine.model.image_leaves)
+    names = engine.model.scored_leaves
     scored = {name: batch[name] for name in names}
     return engine.log_probabilities(
         scored, temperature=temperature, num_microbatches=count

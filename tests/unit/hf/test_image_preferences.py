@@ -84,6 +84,11 @@ def test_the_loss_of_pairs_with_images_is_that_of_the_paper(name, expected, tmp_
     sums = torch_log_probabilities(seeing, flat["input_ids"], flat["labels"])
     num_tokens = torch.tensor((flat["labels"] != -100).sum(-1)).reshape(2, 2)
     mean = expected(sums.reshape(2, 2), num_tokens).mean()
+    check_loss(task, torch_model, batch, mean, 2)
+
+
+def check_loss(task, torch_model, batch, mean, count):
+    """Compare the loss of a task, its weight and its gradients with those of torch."""
     mean.backward()
 
     @jax.jit
@@ -95,13 +100,33 @@ def test_the_loss_of_pairs_with_images_is_that_of_the_paper(name, expected, tmp_
     params = {n: np.array(x) for n, x in params_of(torch_model).items()}
     (found, counted), gradients = step(params, batch)
     # Sums of 12 log-probabilities: a few units of rounding of 60.
-    assert abs(float(found) - mean.item()) < 3e-5 and counted == 2
+    assert abs(float(found) - mean.item()) < 3e-5 and counted == count
     theirs = {n: p.grad for n, p in torch_model.named_parameters()}
     largest = max(float(g.abs().max()) for g in theirs.values() if g is not None)
     for path, gradient in gradients.items():
         wanted = theirs[path]
         wanted = np.zeros_like(gradient) if wanted is None else wanted.numpy()
         assert np.abs(gradient - wanted).max() < 2e-5 * largest, path
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_the_loss_of_labelled_answers_about_images_is_that_of_the_paper(name, tmp_path):
+    torch_model = make(name)
+    torch_model.save_pretrained(tmp_path)
+    task = hf.Task(Config.load(raw_config(tmp_path, "kto")))
+    batch, images = batch_of(task.model, (1, 0, 2))
+    batch["labels"][:, :20] = -100
+    seeing = TorchWith(torch_model, in_torch(name, batch, images))
+    sums = torch_log_probabilities(seeing, batch["input_ids"], batch["labels"])
+    gains = torch.tensor([0.5, -3.0, 2.0])
+    reference, z = sums.detach() - gains, 0.7
+    batch["reference"] = reference.numpy()
+    batch["desirable"] = np.array([1, 0, 0], np.float32)
+    batch["kl"] = np.full(3, z, np.float32)
+    assert batch.keys() == task.batch_spec(3).keys()
+    signs = torch.tensor([1.0, -1.0, -1.0])
+    losses = 1 - torch.sigmoid(BETA * signs * (sums - reference - z))
+    check_loss(task, torch_model, batch, losses.mean(), 3)
 
 
 def test_scores_of_images_are_those_of_the_classifier_of_transformers(tmp_path):
@@ -178,6 +203,72 @@ def test_both_answers_of_a_pair_have_its_images(tmp_path):
     kept = (task.samples() / "images.bin").stat().st_size
     sizes = [(tmp_path / f"{i}.png").stat().st_size for i in (0, 1, 0, 2)]
     assert kept == sum(sizes)
+
+
+def labelled(folder):
+    """Answers to one question about several images, which are right or not."""
+    for i in range(3):
+        picture(i).save(folder / f"{i}.png")
+    ask = [{"role": "user", "content": "w1"}]
+    lines = [
+        {"prompt": ask, "completion": turns[1:], "label": label, "images": images}
+        for turns, label, images in (
+            (said("w2"), True, ["0.png"]),
+            (said("w3 w4 w5"), False, ["0.png"]),
+            (said("w6"), False, ["1.png", "2.png"]),
+            (said("w7"), True, None),
+        )
+    ]
+    return write(folder / "labelled.jsonl", lines)
+
+
+def said(answer):
+    return [{"role": "user", "content": "w1"}, {"role": "assistant", "content": answer}]
+
+
+def test_labelled_answers_and_those_of_other_images_have_the_images(tmp_path):
+    folder = tmp_path / "model"
+    config_of("llava").save_pretrained(folder)
+    processor_folder("llava", folder)
+    data = labelled(tmp_path)
+    # The sample of two images and the answer after it, of 3 tokens and an end.
+    raw = raw_config(folder, "kto", paths=[str(data)], sequence_length=14, images=2)
+    task = hf.Task(Config.load(raw | {"run": {"output": str(tmp_path / "run")}}))
+    samples = task.rows().samples
+    # The third has the answer before it, of which there is no room for the end.
+    wanted = [[7, 1], [11, 1], [8, 9, 10, 1], [11, 1], [11, 1], [8, 9, 10], [12, 1]]
+    wanted.append([11, 1])
+    assert len(samples) == len(wanted)
+    kind, model = task.model.kind, task.model
+    for i, count in enumerate((1, 1, 1, 1, 2, 2, 0, 0)):
+        row = {n: x[None] for n, x in samples[i].items()}
+        assert [*kind.num_given(row)] == [count]
+        model.check(row)
+        assert row["labels"][row["labels"] != hf.IGNORED].tolist() == wanted[i]
+    desirable = np.load(task.samples() / "desirable.npy")
+    assert desirable.tolist() == [True, False, False, True]
+
+
+def test_the_command_tells_answers_about_images_apart_on_every_tier(tmp_path):
+    folder, data = model_folder("qwen2_vl", tmp_path / "model"), labelled(tmp_path)
+    found = {}
+    for tier in ("none", "cpu", "nvme"):
+        options = ["--set", f"memory.nvme=[{tmp_path / 'drive'}]"]
+        for part in ("offload_param", "offload_optimizer"):
+            options += ["--set", f"zero_optimization.{part}.device={tier}"]
+        run(
+            *("finetune", folder, "--data", data, "--output", tmp_path / tier),
+            *("--objective", "kto", "--samples", 4, "--steps", 3, *options),
+            *("--learning-rate", 1e-2, "--sequence-length", 64),
+            *("--set", "bf16.enabled=false", "--set", "execution=streamed"),
+            *("--set", "persistence_threshold=1", "--set", "segment.remat=always"),
+        )
+        metrics = metrics_of(tmp_path / f"{tier}.run")
+        found[tier] = [(x["loss"], x["kl"]) for x in metrics]
+    assert found["none"] == found["cpu"] == found["nvme"]
+    # At first the model is the reference.
+    assert found["none"][0] == pytest.approx((0.5, 0), abs=1e-6)
+    assert found["none"][-1][0] < 0.5
 
 
 def test_the_command_prefers_and_evaluates_answers_about_images(tmp_path):

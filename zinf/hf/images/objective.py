@@ -23,6 +23,7 @@ from zinf.hf.images.model import (
     room_of,
 )
 from zinf.hf.images.samples import (
+    ImageLabelledTokenizing,
     ImagePairTokenizing,
     ImageRatedTokenizing,
     ImageSamples,
@@ -31,6 +32,7 @@ from zinf.hf.images.samples import (
 )
 from zinf.hf.model import Model
 from zinf.hf.objectives.from_rewards import prompts_of
+from zinf.hf.objectives.kto import LabelledTokenizing
 from zinf.hf.objectives.objective import Objective, Say, Spec
 from zinf.hf.objectives.reward import LABELS, RatedTokenizing
 from zinf.hf.pairs import PairTokenizing
@@ -41,6 +43,7 @@ TOKENIZING: Mapping[type[Tokenizing], type[ImageTokenizing]] = {
     Tokenizing: ImageTokenizing,
     PairTokenizing: ImagePairTokenizing,
     RatedTokenizing: ImageRatedTokenizing,
+    LabelledTokenizing: ImageLabelledTokenizing,
 }
 
 

@@ -16,6 +16,7 @@ from zinf.hf.images.model import ImageModel
 from zinf.hf.images.reader import ImageReader
 from zinf.hf.images.sources import path_of, sources_of
 from zinf.hf.model import Model
+from zinf.hf.objectives.kto import LabelledTokenizing
 from zinf.hf.objectives.reward import RatedTokenizing
 from zinf.hf.pairs import PairTokenizing
 from zinf.hf.records import records
@@ -157,6 +158,19 @@ class ImagePairTokenizing(PairTokenizing, ImageTokenizing):
 @dataclass(frozen=True)
 class ImageRatedTokenizing(RatedTokenizing, ImageTokenizing):
     """As `ImagePairTokenizing`, with a margin."""
+
+
+@dataclass(frozen=True)
+class ImageLabelledTokenizing(LabelledTokenizing, ImageTokenizing):
+    """How records with images, a completion and its label become two samples each."""
+
+    def is_cut(self, length: int, where: str) -> bool:
+        """See `Tokenizing.is_cut`.
+
+        Only completions of other lines are cut here. The images are in the prompt, for
+        which there is room beside its own completion.
+        """
+        return Tokenizing.is_cut(self, length, where)
 
 
 class ImageSamples(Samples):

@@ -92,8 +92,7 @@ def drawing_objective(
 
 def scored(model: Model, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a batch that a model reads."""
-    names = ("input_ids", "labels", *model.image_leaves)
-    return {name: batch[name] for name in names}
+    return {name: batch[name] for name in model.scored_leaves}
 
 
 def read_prompts(

@@ -28,6 +28,7 @@ from zinf.hf.model import Batch, Model, Params
 from zinf.hf.objectives import dpo
 from zinf.hf.objectives.objective import AbstractAsked, Applied, Spec, tokens_spec
 from zinf.hf.pairs import ANSWER_KEYS, SIDES
+from zinf.hf.records import given_images
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
 
 KEYS = ("prompt", "completion", "label")
@@ -40,7 +41,8 @@ class LabelledTokenizing(Tokenizing):
     """How lines with `prompt`, `completion` and `label` become two samples each.
 
     They are the prompt with its completion, and with that of the nearest line before of
-    another prompt; the first lines have the first completion after them.
+    another prompt; the first lines have the first completion after them. A prompt is
+    its text and its images.
     """
 
     @classmethod
@@ -53,7 +55,7 @@ class LabelledTokenizing(Tokenizing):
             if not _is_labelled(line):
                 yield line, *where  # `read` refuses it.
                 continue
-            is_new = before is not None and line["prompt"] != before["prompt"]
+            is_new = before is not None and _prompt_of(line) != _prompt_of(before)
             if is_new:
                 other = before["completion"]
                 for first, *place in waiting:
@@ -86,6 +88,7 @@ class LabelledTokenizing(Tokenizing):
             )
         one = replace(self, completion_only=True)
         shared = {name: line[name] for name in ("prompt", "tools") if name in line}
+        shared |= {"images": given_images(line)}
         own = {**shared, "completion": line["completion"]}
         reading = super(LabelledTokenizing, one).read(own, where, folder)
         # What it is cut to is enough for an estimate.
@@ -96,12 +99,19 @@ class LabelledTokenizing(Tokenizing):
         if not (reading.samples and mismatched.samples):
             return DROPPED
         samples = (*reading.samples, *mismatched.samples)
-        return Reading(samples, reading.is_cut, (line["label"],))
+        beside = (*reading.beside, *mismatched.beside, line["label"])
+        return Reading(samples, reading.is_cut, beside)
 
     @contextmanager
     def beside(self, folder: Path) -> Generator[Callable[[Any], None], None, None]:
         labels: list[bool] = []
-        yield lambda reading: labels.extend(reading.beside)
+        with super().beside(folder) as keep:
+
+            def keep_label(reading: Reading) -> None:
+                keep(replace(reading, beside=reading.beside[:-1]))
+                labels.extend(reading.beside[-1:])
+
+            yield keep_label
         np.save(folder / DESIRABLE, np.array(labels, bool))
 
 
@@ -109,6 +119,10 @@ def _is_labelled(line: Any) -> bool:
     if not isinstance(line, Mapping) or not line.keys() >= set(KEYS):
         return False
     return isinstance(line["label"], bool)
+
+
+def _prompt_of(line: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    return line["prompt"], given_images(line)
 
 
 class Labelled(dpo.Referenced):
@@ -155,7 +169,7 @@ def _loss(model: Model, config: Config) -> Callable:
     def loss(
         params: Params, batch: Batch, *key: jax.Array, train: bool = True
     ) -> Weighted:
-        answers = {name: batch[name] for name in ANSWER_KEYS}
+        answers = {name: batch[name] for name in model.scored_leaves}
         found = model.log_probabilities(params, answers, *key, train=train)
         gains = found - batch["reference"]
         losses = kto_losses(gains, batch["kl"], batch["desirable"], config)
@@ -177,7 +191,7 @@ class _Gains:
     model: Model
 
     def __call__(self, params: Params, batch: Batch) -> jax.Array:
-        answers = {name: batch[name] for name in ANSWER_KEYS}
+        answers = {name: batch[name] for name in self.model.scored_leaves}
         gains = self.model.log_probabilities(params, answers) - batch["reference"]
         counts = _has_labels(batch)
         return jnp.stack([jnp.where(counts, gains, 0.0), counts], axis=-1)
@@ -201,13 +215,13 @@ class _Asked(AbstractAsked):
         config: Config,
     ) -> None:
         self._engine, self._function = engine, applied(_Gains(model))
+        self._leaves = (*model.scored_leaves, "reference")
         self._count = config.num_microbatches
         self.kl = 0.0
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        names = (*ANSWER_KEYS, "reference")
         own, other = (
-            {n: batch[n][:, side] for n in names} for side in range(len(SIDES))
+            {n: batch[n][:, side] for n in self._leaves} for side in range(len(SIDES))
         )
         how = {"num_microbatches": self._count}
         found = self._engine.apply(self._function, other, **how)
