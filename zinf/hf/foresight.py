@@ -201,6 +201,7 @@ class _Planning:
         size = prefill.rows(longest)
         count = -(-min(rows, ROWS_AT_ONCE) // size)
         batch = _rows(("input_ids", "attention_mask"), count * size, longest)
+        batch |= judge.image_specs(count * size, longest)
 
         def run(own: Config) -> Running:
             own = own.model_copy(update={"weight_quantization": None})

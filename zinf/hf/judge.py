@@ -3,15 +3,18 @@
 A reward model is a classifier of texts with one label, as `zinf finetune --objective
 reward` writes it. As in TRL it reads the text of a prompt with its completion: laid out
 by its own chat template if the prompt is a conversation, and tokenized by its own
-tokenizer, which adds no token of its own.
+tokenizer, which adds no token of its own. One that reads images gets
+those of the prompt too.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,14 +23,19 @@ from zinf.core.interchange.names import listed
 from zinf.core.rollouts.asking import Failures, Samples
 from zinf.core.rollouts.calls import AbstractRewardModel, Reward
 from zinf.core.rollouts.functions import code_digest, load_functions, place_of_model
+from zinf.core.rollouts.sizes import Prompt
 from zinf.distributed import AbstractGroup
 from zinf.hf.engine import ModelEngine
 from zinf.hf.frozen import ALONE, Frozen, place
 from zinf.hf.heads import HeadModel, load_head
+from zinf.hf.images.kinds import reads_images
+from zinf.hf.images.model import PIXELS, ImageModel, load_head_with_images
+from zinf.hf.images.reader import ImageReader
+from zinf.hf.images.rows import ImagesBeside
 from zinf.hf.model import in_stored_precision
 from zinf.hf.prefill import Prefill, Row
 from zinf.hf.reader import Limit
-from zinf.hf.records import has_images, with_content
+from zinf.hf.records import has_images, parts_of, with_content
 from zinf.hf.scoring import as_row
 from zinf.hf.template import apply_template
 
@@ -44,12 +52,14 @@ class Judge(AbstractRewardModel):
 
     Attributes:
         max_length: most tokens of a text that it was made for; None: any number.
+        most: the prompt with the most images, if prompts have any.
         frozen: its engine, and what that holds; None before it is opened.
         prefill: what runs it, for texts of at most `longest` tokens.
     """
 
     model: HeadModel
     max_length: int | None
+    most: Row | None = None
     frozen: Frozen | None = None
     prefill: Prefill | None = None
     longest: int = 0
@@ -59,28 +69,67 @@ class Judge(AbstractRewardModel):
         """The last part of the model's name, as TRL has it in its metrics."""
         return Path(self.model.name).name
 
-    def check(self, prompts: Sequence[Any], where: Sequence[str]) -> None:
-        """Refuse images, and conversations if no template says how they are laid out.
+    @cached_property
+    def _reader(self) -> ImageReader:
+        assert isinstance(self.model, ImageModel), "it reads images"
+        return ImageReader(self.model)
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse what the model does not read: images, or all conversations.
 
         Raises:
-            ValueError: see above; it names the first of them.
+            ValueError: it reads no images, or no template says how conversations are
+                laid out; the message names the first of them. Or its processor of
+                images is not there.
         """
-        for prompt, place_of_it in zip(prompts, where, strict=True):
-            if has_images({"messages": prompt}):
+        for prompt in prompts:
+            if not has_images({"messages": prompt.shown}):
+                continue
+            if not isinstance(self.model, ImageModel):
                 raise ValueError(
-                    f"{place_of_it}: the prompt has images, and the reward model "
-                    f"{self.model.name} reads text alone. Give a function as reward."
+                    f"{prompt.where}: the prompt has images, and the reward model "
+                    f"{self.model.name} reads text alone. Give a function as reward, "
+                    "or a reward model that reads images."
                 )
+            _ = self._reader
+            break
         if self.model.tokenizer.chat_template is not None:
             return
-        for prompt, place_of_it in zip(prompts, where, strict=True):
-            if not isinstance(prompt, str):
+        for prompt in prompts:
+            if not isinstance(prompt.shown, str):
                 raise ValueError(
-                    f"{place_of_it}: the prompt is a conversation, and the reward "
+                    f"{prompt.where}: the prompt is a conversation, and the reward "
                     f"model {self.model.name} has no chat template that says how it "
                     "reads one. Put chat_template.jinja beside its tokenizer, or give "
                     "prompts as texts."
                 )
+
+    def seeing(self, prompts: Sequence[Prompt]) -> "Judge":
+        """This model, which is opened with room for the images of all prompts.
+
+        Raises:
+            ValueError: its processor or its template refuses some; the message names
+                the prompt.
+        """
+        rows: list[Row] = []
+        for prompt in prompts:
+            if prompt.beside:
+                try:
+                    rows.append(self._row_of(prompt.shown, [], prompt.beside))
+                except (_Unread, ValueError) as error:
+                    raise ValueError(
+                        f"{prompt.where}: the reward model {self.model.name} cannot "
+                        f"read the prompt: {error}"
+                    ) from error
+        return replace(self, most=max(rows, key=_num_pieces, default=None))
+
+    def image_specs(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the images of a batch of rows, if prompts have any."""
+        if self.most is None or self.most.beside is None:
+            return {}
+        assert isinstance(self.model, ImageModel), "it read them"
+        (room,) = self.most.beside.shape
+        return self.model.kind.specs(rows, room, length)
 
     def open(
         self,
@@ -107,7 +156,7 @@ class Judge(AbstractRewardModel):
         def run(own: Config) -> ModelEngine:
             prefill = self.prefill_of(own, rows=rows, length=length, group=group)
             prefills.append(prefill)
-            prefill.run([self._row([0] * longest)] * min(rows, ROWS_AT_ONCE))
+            prefill.run([self._longest_row(longest)] * min(rows, ROWS_AT_ONCE))
             return prefill.engine(longest)
 
         num_bytes = min(rows, ROWS_AT_ONCE) * np.float32().itemsize
@@ -152,10 +201,11 @@ class Judge(AbstractRewardModel):
         assert self.prefill is not None, "it is not opened"
         values, failures = np.full(len(samples), np.nan), Failures()
         rows: dict[int, Row] = {}
-        pairs = zip(samples.prompts, samples.completions, strict=True)
-        for number, (prompt, completion) in enumerate(pairs):
+        images = samples.beside or [()] * len(samples)
+        texts = zip(samples.prompts, samples.completions, images, strict=True)
+        for number, given in enumerate(texts):
             try:
-                rows[number] = self._row(self._tokens(prompt, completion))
+                rows[number] = self._checked(self._row_of(*given))
             except _Unread as error:
                 failures[number] = str(error)
         logits = self.prefill.run([*rows.values()])
@@ -165,25 +215,44 @@ class Judge(AbstractRewardModel):
                 failures[number] = "its score is not finite"
         return values, failures
 
-    def _tokens(self, prompt: Any, completion: Any) -> list[int]:
-        """The tokens of a prompt with its completion.
+    def _row_of(self, prompt: Any, completion: Any, images: Sequence[bytes]) -> Row:
+        """The row of a prompt with its images and its completion.
 
         Raises:
-            _Unread: the model cannot read them.
+            _Unread: the chat template refuses them.
+            ValueError: the processor refuses the images.
+        """
+        tokenizer, where = self.model.tokenizer, "a prompt"
+        if isinstance(prompt, str):
+            ids = _ids(tokenizer, prompt + completion)
+            return as_row(self.model, {"input_ids": ids})
+        messages, seen = [*with_content(prompt, "the prompt"), *completion], None
+        if isinstance(self.model, ImageModel) and any(map(parts_of, prompt)):
+            line = {"messages": messages, "images": [*images]}
+            line, _, seen = self._reader.read(line, where, None)
+            messages, tokenizer = line["messages"], self._reader.layout(seen)
+        try:
+            text = apply_template(tokenizer, messages, tokenize=False)
+        except Exception as error:
+            # A template is a program, and raises what it likes.
+            reason = f"its chat template refuses the conversation: {error}"
+            raise _Unread(reason) from error
+        ids = _ids(tokenizer, text)
+        row = as_row(self.model, {"input_ids": ids})
+        if not images or seen is None:
+            return row
+        leaves = self._reader.row(seen, np.array(ids, np.int32), where)
+        beside = ImagesBeside(self._reader, tuple(images), len(leaves[PIXELS]), where)
+        return replace(row, beside=beside)
+
+    def _checked(self, row: Row) -> Row:
+        """The row.
+
+        Raises:
+            _Unread: it has no token, or too many.
             ValueError: see `scores`.
         """
-        tokenizer = self.model.tokenizer
-        if isinstance(prompt, str):
-            text = prompt + completion
-        else:
-            messages = [*with_content(prompt, "the prompt"), *completion]
-            try:
-                text = apply_template(tokenizer, messages, tokenize=False)
-            except Exception as error:
-                # A template is a program, and raises what it likes.
-                reason = f"its chat template refuses the conversation: {error}"
-                raise _Unread(reason) from error
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = row.tokens["input_ids"]
         if not ids or len(ids) > self.longest:
             raise _Unread(
                 f"its tokenizer makes {len(ids):,} tokens of the text, and it reads 1 "
@@ -195,10 +264,29 @@ class Judge(AbstractRewardModel):
                 f"{max(ids)}, and the model has {self.model.vocab_size} words. Put the "
                 "tokenizer of this model there."
             )
-        return ids
+        return row
 
-    def _row(self, ids: list[int]) -> Row:
-        return as_row(self.model, {"input_ids": ids})
+    def _longest_row(self, longest: int) -> Row:
+        """A row of so many tokens, with the images of the prompt with the most."""
+        most = self.most
+        ids = [] if most is None else [*most.tokens["input_ids"]]
+        if len(ids) > longest:
+            raise ValueError(
+                f"A prompt has {len(ids):,} tokens with its images, and the reward "
+                f"model {self.model.name} reads at most {longest:,}. Leave it out, or "
+                "make images smaller (the settings of the processor)."
+            )
+        row = as_row(self.model, {"input_ids": [*ids, *[0] * (longest - len(ids))]})
+        return row if most is None else replace(row, beside=most.beside)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _num_pieces(row: Row) -> int:
+    assert isinstance(row.beside, ImagesBeside), "it is of a prompt with images"
+    return row.beside.num_pieces
 
 
 class _Unread(Exception):
@@ -216,6 +304,8 @@ def load_judge(name: str | Path) -> Judge:
         FileNotFoundError, OSError, NotImplementedError: see `load_head`.
     """
     model = load_head(name)
+    if reads_images(model.config):
+        model = load_head_with_images(name)
     what = "A reward model is a classifier of texts with one label, as `zinf finetune "
     what += "--objective reward` writes it."
     if not model.is_trained_so:
@@ -258,5 +348,8 @@ def digest_of_rewards(names: Sequence[str], folders: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def judges_among(rewards: Sequence[Reward]) -> tuple[Judge, ...]:
-    return tuple(each for each in rewards if isinstance(each, Judge))
+def judges_among(
+    rewards: Sequence[Reward], prompts: Sequence[Prompt]
+) -> tuple[Judge, ...]:
+    """The reward models among rewards of completions of these prompts."""
+    return tuple(x.seeing(prompts) for x in rewards if isinstance(x, Judge))

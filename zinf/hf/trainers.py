@@ -286,7 +286,7 @@ class AbstractRewardTrainer:
             length=self.task.length,
             environment=environment_of(self.config, self.environment),
         )
-        self.engine = self.task.engine(mesh, judges=judges_among(functions))
+        self.engine = self.task.engine(mesh, judges=judges_among(functions, prompts))
         self.rollouts = drawing.by(rollouts, self.engine, self.config)
 
     def train(self, resume_from_checkpoint: bool = False) -> dict[str, Any]:

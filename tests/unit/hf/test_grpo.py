@@ -20,17 +20,21 @@ from tests.unit.hf.models import (
     write,
 )
 
+import jax  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
+from PIL import Image  # isort: skip
 
+import zinf  # isort: skip
 from tests.unit.hf import images  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.core.config import Config  # isort: skip
 from zinf.core.plan import InfeasibleError  # isort: skip
 from zinf.core.program import Tier  # isort: skip
 from zinf.core.rollouts.environment import UnreadableReply  # isort: skip
-from zinf.core.rollouts import Samples  # isort: skip
-from zinf.hf.judge import load_judge  # isort: skip
+from zinf.core.rollouts import Prompt, Samples  # isort: skip
+from zinf.hf.images.reader import ImageReader  # isort: skip
+from zinf.hf.judge import judges_among, load_judge  # isort: skip
 from zinf.hf.objectives.from_rewards import prompts_of  # isort: skip
 from zinf.hf.prefill import Prefill  # isort: skip
 from zinf.hf.reply import check_template, reply_tokens  # isort: skip
@@ -465,12 +469,83 @@ def test_completions_of_prompts_with_images_are_rewarded(tmp_path):
     ]
     data = write(tmp_path / "p.jsonl", lines)
     (tmp_path / "rewards.py").write_text(REWARDS)
+    judge_of_images(tmp_path / "judge")
     given = "grpo", folder, "--data", data, "--num_generations", 4, *FP32
     given += "--reward", tmp_path / "rewards.py:evens", "--samples", 12, "--beta", 0.1
+    given += "--reward", tmp_path / "judge", "--reward-weights", 1
+    given += "--reward-weights", 0
     given += "--max_completion_length", 6, "--learning-rate", 2e-2, "--steps", 8
     for name, more in (("fused", ()), ("streamed", ("--set", "execution=streamed"))):
         run(*given, "--output", tmp_path / name, *more)
         metrics = metrics_of(tmp_path / f"{name}.run")
         assert max(m["sampling/sampling_logp_difference/max"] for m in metrics) < 2e-5
+        assert all(np.isfinite(m["rewards/judge/mean"]) for m in metrics)
         rewards = [m["reward"] for m in metrics]
         assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
+
+
+def judge_of_images(folder):
+    """A reward model of torch that reads images, with a processor."""
+    kind = transformers.AutoModelForSequenceClassification
+    model = images.make("gemma3", kind, num_labels=1, pad_token_id=2)
+    model.save_pretrained(folder)
+    images.processor_folder("gemma3", folder)
+    return model
+
+
+def test_a_reward_model_sees_the_images_of_prompts_as_in_transformers(tmp_path):
+    """It has room for them before a step, and its scores are equal on all tiers."""
+    theirs = judge_of_images(tmp_path / "judge")
+    for i in range(3):
+        images.picture(i, 12 + 8 * i, 20).save(tmp_path / f"{i}.png")
+    shown = [["0.png"], ["1.png", "2.png"], []]
+    place, text = {"type": "image"}, {"type": "text", "text": "w1 w2"}
+    contents = [[*[place] * len(names), text] for names in shown]
+    prompts = [
+        Prompt(
+            np.zeros(3, np.int32),
+            [{"role": "user", "content": content}],
+            beside=tuple((tmp_path / name).read_bytes() for name in names),
+        )
+        for content, names in zip(contents, shown, strict=True)
+    ]
+    answers = [[{"role": "assistant", "content": f"w{i} w5"}] for i in range(3)]
+    samples = Samples(
+        [p.shown for p in prompts], answers, [[1]] * 3, {}, [p.beside for p in prompts]
+    )
+    made = load_judge(tmp_path / "judge")
+    made.check(prompts)
+    (made,) = judges_among([made, evens], prompts)
+    processor = ImageReader(made.model).processor
+    found = {}
+    for tier in ("device", "host", "nvme"):
+        config = Config.load(on_tier(tier, tmp_path))
+        shape = {"rows": 3, "length": 32, "number": 1}
+        opened = made.open(config, zinf.make_mesh(jax.devices()[:1]), **shape)
+        values, failures = opened.scores(samples)
+        for each in Tier:
+            peak = opened.frozen.engine.stores.peak_bytes(each)
+            assert peak <= opened.frozen.held_bytes[each]
+        opened.close()
+        assert not failures
+        found[tier] = values.tolist()
+    assert found["device"] == found["host"] == found["nvme"]
+    for value, content, answer, names in zip(
+        found["host"], contents, answers, shown, strict=True
+    ):
+        said = [{"type": "text", "text": answer[0]["content"]}]
+        talk = [{"role": "user", "content": content}]
+        talk.append({"role": "assistant", "content": said})
+        text = processor.apply_chat_template(talk)
+        seen = {"images": [[Image.open(tmp_path / x) for x in names]]} if names else {}
+        given = processor(text=[text], return_tensors="pt", **seen)
+        with torch.no_grad():
+            wanted = theirs(**given, use_cache=False).logits
+        assert value == pytest.approx(wanted.item(), rel=1e-5)
+    judge(tmp_path / "blind", chat_template=OF_JUDGE)
+    with pytest.raises(ValueError, match="has images, and the reward model .* reads t"):
+        load_judge(tmp_path / "blind").check(prompts)
+    (tmp_path / "judge/processor_config.json").unlink()
+    (tmp_path / "judge/preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match="has no processor of images"):
+        load_judge(tmp_path / "judge").check(prompts)

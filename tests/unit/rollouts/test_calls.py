@@ -69,7 +69,7 @@ class Model(AbstractRewardModel):
 
     name = "length"
 
-    def check(self, prompts, where):
+    def check(self, prompts):
         raise NotImplementedError
 
     def scores(self, samples):

@@ -33,12 +33,14 @@ class Samples:
         completions: texts, or conversations that begin with a message of the assistant.
         completion_ids: tokens, with the one that ended the completion.
         columns: the other fields of the prompts' records.
+        beside: what models read beside the prompts; see `Prompt`. Functions get none.
     """
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
     completion_ids: Sequence[list[int]]
     columns: Mapping[str, Sequence[Any]]
+    beside: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -49,7 +51,7 @@ class Samples:
     def part(self, some: slice) -> "Samples":
         columns = {name: values[some] for name, values in self.columns.items()}
         own = self.prompts[some], self.completions[some], self.completion_ids[some]
-        return Samples(*own, columns)
+        return Samples(*own, columns, self.beside[some])
 
     def arguments(self, function: Function) -> dict[str, Any]:
         """The arguments of a function: all columns, or those that it names."""

@@ -30,6 +30,7 @@ from zinf.core.rollouts.asking import (
     of_all,
     own_part,
 )
+from zinf.core.rollouts.sizes import Prompt
 from zinf.distributed import AbstractGroup
 
 logger = logging.getLogger(__name__)
@@ -59,12 +60,8 @@ class AbstractRewardModel(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
-    def check(self, prompts: Sequence[Any], where: Sequence[str]) -> None:
+    def check(self, prompts: Sequence[Prompt]) -> None:
         """Refuse prompts that the model cannot read.
-
-        Args:
-            prompts: texts or conversations.
-            where: the place of each record, for the message.
 
         Raises:
             ValueError: there is one.

@@ -157,7 +157,7 @@ class AbstractRollouts(grain.IterDataset, Generic[Settings]):
         if environment is not None:
             environment.check(columns, places)
         for model in rewards.models.values():
-            model.check([p.shown for p in prompts], places)
+            model.check(prompts)
         self._engine: Engine | None = None
         self.reference: Score | None = None
         self.told = Told(texts)

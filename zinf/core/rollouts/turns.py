@@ -94,7 +94,7 @@ def as_samples(conversations: Sequence[Conversation]) -> Samples:
     shown = [p.shown for p in prompts]
     completions = [one.completion for one in conversations]
     ids = [[*one.tokens] for one in conversations]
-    return Samples(shown, completions, ids, columns)
+    return Samples(shown, completions, ids, columns, [p.beside for p in prompts])
 
 
 @dataclass(frozen=True)

@@ -402,4 +402,8 @@ def _digests(config: Config) -> dict[str, str]:
 
 
 def _judges(config: Config) -> tuple[Judge, ...]:
-    return judges_among(rewards_of(config))
+    # A plan may have no prompts; their images are all that reward models ask of them.
+    has_images = config.data.images is not None
+    model = objective_of(config).model(config)
+    prompts = prompts_of(model, config) if has_images else ()
+    return judges_among(rewards_of(config), prompts)
