@@ -51,6 +51,7 @@ def save_adapter(
     base: str | None = None,
     task: str | None = None,
     naming: Naming | None = None,
+    own_settings: Mapping[str, Any] | None = None,
     beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the adapters of an engine or a checkpoint, without the base.
@@ -60,6 +61,7 @@ def save_adapter(
         base, task: what PEFT's `base_model_name_or_path` and `task_type` say.
         naming: of the model of PEFT. A tied leaf is written under each of its names:
             PEFT would leave the base's weight in the places that are not.
+        own_settings: further keys of `zinf_adapter.json`, of the model.
         beside: called with the folder before it gets its name, to add other files.
 
     Raises:
@@ -77,13 +79,14 @@ def save_adapter(
     names = ordered(specs)
     header = write_header(specs, names, {"format": "pt"})
     nbytes = sum(x.nbytes for x in arrays.values()) + len(header)
+    own = _own_config(adapted) | dict(own_settings or {})
     with complete_folder(Path(directory), nbytes) as fresh:
         parts = [header, *(np.ascontiguousarray(arrays[n]).tobytes() for n in names)]
         _write(fresh / WEIGHTS, parts)
         config = _peft_config(adapted, naming)
         config |= {"base_model_name_or_path": base, "task_type": task}
         _write(fresh / CONFIG, [_json(config)])
-        _write(fresh / OWN_CONFIG, [_json(_own_config(adapted))])
+        _write(fresh / OWN_CONFIG, [_json(own)])
         if beside is not None:
             beside(fresh)
 

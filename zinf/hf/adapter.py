@@ -77,6 +77,12 @@ class SavedAdapter:
         """The folder or the name of the model that it was trained on, if it says."""
         return self.settings.get("base_model_name_or_path") or None
 
+    @property
+    def own_settings(self) -> Mapping[str, Any]:
+        """What zinf wrote beside PEFT's settings; nothing if PEFT wrote the folder."""
+        path = self.folder / OWN_CONFIG
+        return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
     def section(self, leaves: Collection[str], naming: Naming) -> Adapter:
         """The `adapter` section that begins with these values, without dropout.
 
@@ -102,10 +108,8 @@ class SavedAdapter:
             leaf = self._leaf(name, leaves, first)
             (saved if found is None else targets).add(leaf)
         options = {key: self.settings[key] for key in OPTIONS if key in self.settings}
-        own = self.folder / OWN_CONFIG
-        if own.is_file():
-            kept = json.loads(own.read_text(encoding="utf-8"))
-            options |= {key: kept[key] for key in ENCODING_KEYS if key in kept}
+        own = self.own_settings
+        options |= {key: own[key] for key in ENCODING_KEYS if key in own}
         given = options | {
             "target_modules": _just(targets),
             "modules_to_save": _just(saved) if saved else (),

@@ -185,7 +185,8 @@ def write_adapter(
 
     def beside(folder: Path) -> None:
         _save_tokenizer(model, folder)
-        write_card(folder, card_of(model.name, adapter=True, run=run))
+        about = {"adapter": True, "run": run, "more": model.note}
+        write_card(folder, card_of(model.name, **about))
 
     save_adapter(
         adapted,
@@ -194,6 +195,7 @@ def write_adapter(
         base=model.name,
         task=model.peft_task,
         naming=naming_of(model.module),
+        own_settings=model.adapter_settings,
         beside=beside,
     )
 

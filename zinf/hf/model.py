@@ -329,6 +329,11 @@ class Model:
         return ""
 
     @property
+    def adapter_settings(self) -> dict[str, Any]:
+        """What the folder of an adapter says of how this base computes."""
+        return {}
+
+    @property
     def never_written(self) -> tuple[int, ...]:
         """Tokens that completions do not have, and with which none are scored."""
         return ()

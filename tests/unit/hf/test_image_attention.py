@@ -120,13 +120,51 @@ def test_a_tuned_model_says_how_it_attends_and_writes_so(tmp_path):
         ids = np.append(ids, np.int32(token))
 
 
+def test_adapters_say_how_their_model_attends_and_go_on_so(tmp_path):
+    folder, output = model_folder("qwen2_vl", tmp_path / "model"), tmp_path / "tuned"
+    picture(0).save(tmp_path / "0.png")
+    ask, answer = ({"role": r, "content": "w1 w2"} for r in ("user", "assistant"))
+    lines = [{"messages": [ask, answer], "images": ["0.png"]}] * 2
+    data = write(tmp_path / "chats.jsonl", lines)
+    given = "finetune", folder, "--data", data, "--steps", 2, "--samples", 2
+    given += "--sequence-length", 64, "--set", "bf16.enabled=false", "--lora", 2
+    given += "--learning-rate", 0.1
+    run(*given, "--output", output, "--multimodal-attention")
+    losses = [x["loss"] for x in metrics_of(tmp_path / "tuned.run")]
+    assert losses[1] < losses[0]
+    adapter = tmp_path / "tuned.adapter"
+    assert "text sees images by a softmax" in (adapter / "README.md").read_text()
+    peft = pytest.importorskip("peft")
+    assert peft.PeftConfig.from_pretrained(adapter).r == 2
+    # A run goes on from it as it attends, and from its merged model too.
+    go_on = {
+        "more": ("--set", f"adapter.begin_from={adapter}"),
+        "apart": ("--multimodal-attention",),
+        "plain": (),
+    }
+    for name, options in go_on.items():
+        run(*given, "--output", tmp_path / name, *options)
+        (first, *_) = metrics_of(tmp_path / f"{name}.run")
+        losses.append(first["loss"])
+    assert losses[3] == losses[0] and abs(losses[4] - losses[0]) > 1e-3
+    assert losses[2] < losses[1]
+    seen, texts = {}, {}
+    for place in (output, adapter):
+        model = hf.load_with_images(place)
+        assert model.is_multimodal
+        seen[place] = hf.image_prompt(model, "w1 w2", [tmp_path / "0.png"])
+        with hf.open_model(model, {}, rows=1, length=64) as engine:
+            rest = {"decoder": hf.decoder_after(engine, seen[place]), "rows": 1}
+            prompts = [seen[place].tokens]
+            texts[place] = engine.generate(prompts, max_new_tokens=6, **rest)
+    assert texts[output] == texts[adapter]
+
+
 def test_models_without_such_an_attention_are_refused(tmp_path):
     config_of("gemma3").save_pretrained(tmp_path)
     with pytest.raises(NotImplementedError, match="tokens of an image see each other"):
         hf.load_with_images(tmp_path, multimodal_attention=True)
     model = {"huggingface": "x", "multimodal_attention": True}
-    for more in ({"adapter": {"r": 2}}, {"data": {"objective": "reward"}}):
-        raw = {"model": model, "data": {}} | more
-        raw["data"] = raw["data"] | {"images": 1}
-        with pytest.raises(ValueError, match="multimodal_attention: is not supported"):
-            Config.load(raw)
+    raw = {"model": model, "data": {"images": 1, "objective": "reward"}}
+    with pytest.raises(ValueError, match="multimodal_attention: is not supported"):
+        Config.load(raw)

@@ -419,11 +419,8 @@ def _images(config: Settings) -> Iterator[Violation]:
         yield path, f"is not supported with {name}. Remove one of them."
     if config.model is None or not config.model.multimodal_attention:
         return
-    path = ("model", "multimodal_attention")
-    if config.adapter is not None:
-        text = "is not supported with adapter: an adapter's folder does not say how"
-        yield path, f"{text} a model attends. Remove one of them."
     if data.objective == "reward":
+        path = ("model", "multimodal_attention")
         yield path, "is not supported with data.objective reward. Remove one of them."
 
 

@@ -29,13 +29,14 @@ from zinf.hf.module import output_name, read_config
 PIXELS, FEATURES = "pixel_values", "features"
 # Which keys of a cache are of images, bool (rows, slots).
 SLOTS = "image_slots"
-# The key of config.json that says that a model has multi-modal causal attention.
+# The key of config.json, or of an adapter's own settings, that says that a model has
+# multi-modal causal attention.
 MULTIMODAL = "multimodal_causal_attention"
 NOTE = (
     "This model has the multi-modal causal attention of DeepSpeed-VisualChat "
-    f"(arXiv:2309.14327), as `{MULTIMODAL}` in config.json says: text sees images by a "
-    "softmax of its own. `transformers` does not read that key, and computes something "
-    "else where a text has images. zinf computes it."
+    f"(arXiv:2309.14327), as `{MULTIMODAL}` in config.json or zinf_adapter.json says: "
+    "text sees images by a softmax of its own. `transformers` and PEFT do not read "
+    "that key, and compute something else where a text has images. zinf computes it."
 )
 # Attributes of what `get_image_features` of transformers returns.
 POOLED, DEEP = "pooler_output", "deepstack_features"
@@ -57,7 +58,7 @@ def load_with_images(
             with the rest.
         multimodal_attention: text has a softmax of its own for images, which see
             themselves alone (`zinf_kernels.attention.multimodal`). It is also so if
-            config.json says it, as exports of such a model do.
+            config.json or an adapter says it, as exports of such a model do.
 
     Raises:
         NotImplementedError: zinf does not read images with this architecture, or it has
@@ -67,7 +68,7 @@ def load_with_images(
     name, folder, adapter = found_with_adapter(path_or_id, base)
     config = read_config(folder)
     kind = kind_of(config, name)
-    if multimodal_attention:
+    if multimodal_attention or (adapter and adapter.own_settings.get(MULTIMODAL)):
         setattr(config, MULTIMODAL, True)
     model = ImageModel(name, folder, config, dtype, adapter)
     if model.is_multimodal and kind.sees_ahead:
@@ -142,6 +143,10 @@ class ImageModel(Model):
     @property
     def note(self) -> str:
         return NOTE if self.is_multimodal else ""
+
+    @property
+    def adapter_settings(self) -> dict[str, Any]:
+        return {MULTIMODAL: True} if self.is_multimodal else {}
 
     @property
     def image_leaves(self) -> tuple[str, ...]:
@@ -236,6 +241,13 @@ class ImageModel(Model):
         within = self.kind.within(module.model, leaves)
         with TRACING, within, replaced(module, forward=forward):
             return super()._run(params, given, {}, key=(), train=False)
+
+    def running_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """As `Model.running_batch`; with an adapter, which may be of the tower too."""
+        text = super().running_batch(rows, length)
+        if self.adapter is None:
+            return text
+        return text | self.kind.specs(rows, room_of(self, None), length)
 
     def check_packing(self) -> None:
         raise NotImplementedError(

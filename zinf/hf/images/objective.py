@@ -12,10 +12,12 @@ import numpy as np
 
 from zinf.core.config import Config
 from zinf.core.config.schema import WITH_IMAGES
+from zinf.hf.adapter import read_adapter
 from zinf.hf.batch import by_sequence
 from zinf.hf.dataset import samples_of
 from zinf.hf.images.kind import bucket_of
 from zinf.hf.images.model import (
+    MULTIMODAL,
     PIXELS,
     ImageModel,
     load_head_with_images,
@@ -84,7 +86,11 @@ def image_model(config: Config) -> ImageModel:
     """The model of a config; the same object each time."""
     assert config.model is not None and config.model.huggingface is not None
     is_frozen = config.model.freeze_vision_tower
-    rest = not is_frozen, config.model.multimodal_attention
+    adapter, is_apart = config.adapter, config.model.multimodal_attention
+    if adapter is not None and adapter.begin_from is not None:
+        saved = read_adapter(adapter.begin_from)
+        is_apart |= saved is not None and bool(saved.own_settings.get(MULTIMODAL))
+    rest = not is_frozen, is_apart
     model = _loaded(config.model.huggingface, *rest)
     model.check_whole()
     return model
