@@ -17,7 +17,6 @@ import pytest
 import zinf
 from zinf.checkpoint.saved import Saved
 from zinf.core.engine.initialize import make_planner
-from zinf.core.program import Role
 from zinf.core.sharding import Phase
 from zinf.core.step.compiled import compiled_runs, step_traffic
 from zinf.core.step.run.whole import Fused
@@ -139,36 +138,89 @@ def test_at_stage_1_signs_and_parameters_are_sent():
     assert all_gather < sent < all_gather * (1 + 1 / 15)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["OneBitLamb", "ZeroOneAdam"])
-def test_what_signs_lost_goes_over_to_another_number_of_devices(kind, tmp_path):
-    def saved(engine: zinf.Engine, name: str) -> list[np.ndarray]:
-        engine.save(tmp_path / name)
-        with Saved(tmp_path / name) as found:
-            slots = [a for a in found.arrays if a.role == Role.ERROR and a.path == "w"]
-            return [found.read(a) for a in sorted(slots, key=lambda a: a.slot)]
-
-    few, many = {"mesh": {"fsdp": 2}}, {"mesh": {"fsdp": DEVICES}}
+def random_rows() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
-    rows = {"x": random.standard_normal((ROWS, WIDE), np.float32)}
-    with zinf.initialize(square, wide, None, config(kind, **few)) as engine:
-        for _ in range(FREEZE + 4):
+    return {"x": random.standard_normal((ROWS, WIDE), np.float32)}
+
+
+def saved(engine: zinf.Engine, folder: Path) -> dict[str, np.ndarray]:
+    """All arrays of the large leaf, by what files call them."""
+    engine.save(folder)
+    with Saved(folder) as found:
+        return {a.kind: found.read(a) for a in found.arrays if a.path == "w"}
+
+
+def trained(
+    kind: str, count: int, folder: Path, steps: int, restored: Path | None = None
+) -> dict[str, np.ndarray]:
+    """What so many devices save after some steps, of what others saved."""
+    rows, settings = random_rows(), config(kind, mesh={"fsdp": count})
+    if kind == "ZeroOneAdam":
+        # Gradients go by signs from the second update on.
+        early = {"var_update_scaler": 1}
+        settings["optimizer"]["params"] = OF_CONFIG[kind] | early
+    with zinf.initialize(square, wide, None, settings, batch=rows) as engine:
+        if restored is not None:
+            engine.restore(restored)
+        for _ in range(steps):
             engine.step(rows)
-        before = saved(engine, "few")
-    with zinf.initialize(square, wide, None, config(kind, **many)) as engine:
-        engine.restore(tmp_path / "few")
-        engine.step(rows)
-    with zinf.initialize(
-        square, wide, None, config(kind, **many), batch=rows
-    ) as engine:
-        engine.restore(tmp_path / "few")
-        after = saved(engine, "many")
-    own, averages, *others = zip(before, after, strict=True)
-    for x, y in (own, *others):
+        return saved(engine, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "there", "here"),
+    [("OneBitLamb", 2, 8), ("ZeroOneAdam", 2, 4), ("OneBitAdam", 4, 2)],
+)
+def test_what_signs_lost_goes_over_to_another_number_of_devices(
+    kind, there, here, tmp_path
+):
+    before = trained(kind, there, tmp_path / "there", FREEZE + 4)
+    after = trained(kind, here, tmp_path / "here", 0, tmp_path / "there")
+    for name in (name for name in before if name.startswith("error")):
+        x, y = before[name], after[name]
         assert np.abs(x).max() > 0
-        np.testing.assert_allclose(y.mean(1), x.mean(1), rtol=1e-5, atol=1e-9)
-    assert np.abs(averages[0]).max() > 0
-    np.testing.assert_array_equal(averages[1].reshape(-1), averages[0].reshape(-1))
+        if name == "error1":
+            np.testing.assert_array_equal(y.reshape(-1), x.reshape(-1))
+        else:
+            np.testing.assert_allclose(y.mean(1), x.mean(1), rtol=1e-5, atol=1e-9)
+    trained(kind, here, tmp_path / "later", 1, tmp_path / "here")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("OneBitAdam", FREEZE + 4), ("ZeroOneAdam", 3), ("ZeroOneAdam", FREEZE + 4)],
+)
+def test_one_device_adds_what_signs_lost_and_several_go_on_from_it(
+    kind, steps, tmp_path
+):
+    before = trained(kind, 2, tmp_path / "two", steps)
+    after = trained(kind, 1, tmp_path / "one", 0, tmp_path / "two")
+    own, averages = before["error0"].mean(1), before["error1"]
+    lost = (own.reshape(-1) + averages.reshape(-1)).reshape(WIDE, WIDE)
+    assert np.abs(lost).max() > 0
+    master = after["param"] - before["param"]
+    if steps > FREEZE and kind == "ZeroOneAdam":
+        root = np.sqrt(before["state1"]) + 1e-8
+        expected = before["error2"][0].mean(0) + lost / root
+        np.testing.assert_allclose(master, expected, atol=1e-6)
+        momentum = before["error3"][0].mean(0)
+        np.testing.assert_allclose(after["state0"], momentum, rtol=1e-6)
+    else:
+        # The next momentum, 0.9 m + 0.1 g, has the errors of momenta or of gradients.
+        carried = 0.9 * (after["state0"] - before["state0"])
+        share = 0.1 if kind == "ZeroOneAdam" else 1
+        np.testing.assert_allclose(carried, share * lost, rtol=1e-3, atol=1e-7)
+        assert not master.any()
+    again = trained(kind, 2, tmp_path / "again", 0, tmp_path / "one")
+    for name in ("param", "state0", "state1"):
+        np.testing.assert_array_equal(again[name], after[name])
+    own_momenta = again.pop("error3", None)
+    assert not any(x.any() for name, x in again.items() if name.startswith("error"))
+    if own_momenta is not None:
+        np.testing.assert_array_equal(own_momenta[0], [after["state0"]] * 2)
+    trained(kind, 2, tmp_path / "later", 1, tmp_path / "again")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from zinf.checkpoint.bucket.save import ObjectSave
-from zinf.checkpoint.errors import join, to_join
+from zinf.checkpoint.errors import Settle, join, other_errors
 from zinf.checkpoint.manifest import check_same
 from zinf.checkpoint.place import ObjectFolder, as_place
 from zinf.checkpoint.restore import begin_restore, can_write_rows, stripes_to_restore
@@ -84,6 +84,7 @@ def read_arrays(
     residents: Residents,
     *,
     take_scalars: Callable[[dict[str, Any]], None] | None = None,
+    settle: Settle | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
     """Overwrite every array of `residents` with the one saved in `directory`.
@@ -98,6 +99,8 @@ def read_arrays(
     Args:
         take_scalars: called with the scalars before the first array is overwritten. It
             may raise to refuse them.
+        settle: called last, for each leaf of which exchanges lose something there or
+            here alone; None: such a checkpoint is refused.
         verify: compare every chunk that is read with its checksum.
 
     Raises:
@@ -109,7 +112,8 @@ def read_arrays(
         BudgetExceeded: a tier has no room for the stripes.
     """
     with Saved(directory) as saved:
-        joined = to_join(saved, residents)
+        others = other_errors(saved, residents) if settle is not None else []
+        joined = {a for one in others for a in (*one.there, *one.here)}
         there, here = (
             {a: spec for a, spec in specs.items() if a not in joined}
             for specs in (saved.arrays, residents.specs)
@@ -139,5 +143,6 @@ def read_arrays(
         held[Tier.HOST] += saved.staging_bytes
         with counted(held, residents, "restoring a checkpoint") as capacity_bytes:
             move(transfers(), capacity_bytes - saved.staging_bytes)
-        join(saved, residents, verify=verify)
+        if settle is not None:
+            join(saved, residents, others, settle, verify=verify)
         return saved.scalars

@@ -1,42 +1,89 @@
 """Restores what exchanges lost on devices of another number than it was saved on."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.stripes import counted
 from zinf.core.memory.residents import Residents
 from zinf.core.program import ArrayId, Role, Tier
+from zinf.core.sharding import AbstractParts
+
+# Called with the path of a leaf and, of one device, the errors of what several saved;
+# of several devices, with None, if they were saved on one.
+Settle = Callable[[str, list[np.ndarray] | None], None]
 
 
-def to_join(saved: Saved, residents: Residents) -> frozenset[ArrayId]:
-    """The errors here that come from those of another number of devices."""
-    found = set[ArrayId]()
-    for path, parts in residents.layouts.parts.items():
+@dataclass(frozen=True)
+class OtherErrors:
+    """The errors of a leaf, saved on another number of devices.
+
+    Attributes:
+        there: in the checkpoint; none if it is of one device, which loses nothing.
+        here: of this run; none on one device.
+    """
+
+    path: str
+    parts: AbstractParts
+    there: tuple[ArrayId, ...]
+    here: tuple[ArrayId, ...]
+
+
+def other_errors(saved: Saved, residents: Residents) -> list[OtherErrors]:
+    """The leaves whose errors come from those of another number of devices."""
+    found = []
+    for path in residents.layouts.gradients:
+        parts = residents.layouts.restored_parts(path)
+        if parts is None or not parts.error_shapes(parts.mesh.size):
+            continue
         slots = range(len(parts.errors))
         arrays = [ArrayId(Role.ERROR, path, slot=slot) for slot in slots]
-        there = [saved.arrays[a] for a in arrays if a in saved.arrays]
-        here = [residents.specs[a] for a in arrays]
-        if not there or [x.dtype for x in there] != [x.dtype for x in here]:
+        there, here = (
+            tuple(a for a in arrays if a in specs)
+            for specs in (saved.arrays, residents.specs)
+        )
+        kinds = [saved.arrays[a] for a in there]
+        shapes = tuple(x.shape for x in kinds)
+        are_same = len(there) == len(here) and all(
+            saved.arrays[a] == residents.specs[a] for a in here
+        )
+        count = shapes[0][1] if shapes and len(shapes[0]) > 1 else 0
+        is_known = not there or (count > 0 and shapes == parts.error_shapes(count))
+        if are_same or not is_known:
             continue
-        shapes = tuple(x.shape for x in there)
-        are_others = shapes != tuple(x.shape for x in here)
-        if are_others and shapes == parts.error_shapes(shapes[0][1]):
-            found.update(arrays)
-    return frozenset(found)
+        if {x.dtype for x in kinds} <= {parts.error_dtype}:
+            found.append(OtherErrors(path, parts, there, here))
+    return found
 
 
-def join(saved: Saved, residents: Residents, *, verify: bool) -> None:
-    """Restore the errors of `to_join`, one after the other and each as a whole.
+def join(
+    saved: Saved,
+    residents: Residents,
+    others: list[OtherErrors],
+    settle: Settle,
+    *,
+    verify: bool,
+) -> None:
+    """Restore errors leaf by leaf, each array as a whole.
 
     Raises:
-        BudgetExceeded: the host has no room for an array of errors there and here.
+        BudgetExceeded: the host has no room for the errors of a leaf there and here.
     """
-    wanted = to_join(saved, residents)
-    for path, parts in residents.layouts.parts.items():
-        for slot, layout in enumerate(parts.errors):
-            array = ArrayId(Role.ERROR, path, slot=slot)
-            if array not in wanted:
-                continue
-            nbytes = saved.arrays[array].nbytes + residents.specs[array].nbytes
-            with counted({Tier.HOST: nbytes}, residents, "restoring errors"):
-                content = parts.joined(slot, saved.read(array, verify=verify))
-                own = content[tuple(slice(*ends) for ends in layout.box)]
+    for one in others:
+        sizes = [saved.arrays[a].nbytes for a in one.there]
+        sizes += [residents.specs[a].nbytes for a in one.here]
+        with counted({Tier.HOST: sum(sizes)}, residents, "restoring errors"):
+            joined = [
+                one.parts.joined(slot, saved.read(array, verify=verify))
+                for slot, array in enumerate(one.there)
+            ]
+            for slot, array in enumerate(one.here):
+                layout = one.parts.errors[slot]
+                own = np.zeros(layout.share_shape, np.float32)
+                if joined:
+                    own = joined[slot][tuple(slice(*ends) for ends in layout.box)]
                 residents.write_share(array, own)
+            if not joined or not one.here:
+                settle(one.path, joined or None)

@@ -77,7 +77,7 @@ HINTS = {
     "order: of adam mu and nu.",
     "error": "error0, error1, ... are the error feedback of each device: those of "
     "zero_optimization.zeropp_loco_param need as many devices, in groups as large, and "
-    "those of optimizers that send signs need more than one device.",
+    "those of optimizers that send signs need the same optimizer.",
     "sum": "sum is a sum of gradients: it needs forward_backward: true there and here.",
 }
 

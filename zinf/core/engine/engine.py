@@ -33,6 +33,7 @@ from zinf.core.engine.random_key import (
 from zinf.core.engine.recent import SameFunction
 from zinf.core.engine.runners import OtherLoss, Runners
 from zinf.core.engine.scalars import Scalars
+from zinf.core.engine.settled_errors import settle_errors
 from zinf.core.engine.state import (
     initialize_arrays,
     make_residents,
@@ -499,9 +500,10 @@ class Engine(ForwardOnly, Verbs):
             if self._runners.current is not None:
                 self._runners.current.drop_pending()
 
-        read_arrays(
-            directory, self._runners.residents, take_scalars=take, verify=verify
-        )
+        residents = self._runners.residents
+        settle = partial(settle_errors, self.planner, residents, self._scalars)
+        options = {"take_scalars": take, "settle": settle, "verify": verify}
+        read_arrays(directory, residents, **options)
         self._condition.mend()
 
     def _all_scalars(self) -> dict[str, Any]:

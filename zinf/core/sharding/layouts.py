@@ -94,6 +94,13 @@ class Layouts:
         parts = {path: one for path, one in found.items() if one is not None}
         return replace(self, parts=parts)
 
+    def restored_parts(self, path: str) -> AbstractParts | None:
+        """The parts that a gradient has, or that it would have on several devices."""
+        rule = self.rule.unused_compression
+        if rule is None or path not in self.gradients:
+            return self.parts.get(path)
+        return rule.parts(self.gradients[path], rule.phases[0])
+
     @property
     def specs(self) -> dict[ArrayId, ArraySpec]:
         """The spec of every persistent array as a whole."""

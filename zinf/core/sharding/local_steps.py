@@ -10,19 +10,28 @@ Steps are counted as DeepSpeed does, whose first call of `step` only makes buffe
 first update is its step 2. All that is sent depends on that count alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from zinf.core.sharding.layout import Layout
-from zinf.core.sharding.signs import AbstractCompression, Phase, SignedParts
+from zinf.core.sharding.signs import (
+    AbstractCompression,
+    Arrays,
+    Phase,
+    SignedParts,
+    lost_by,
+    with_lost,
+)
 
 FIRST_STEP = 2
-# Among the errors of a leaf, after those of signs: the sum of the steps of a device.
-STEPS_SLOT = 2
+# Among the errors of a leaf, after those of signs: the sum of the steps of a device,
+# and its momentum.
+STEPS_SLOT, MOMENTUM_SLOT = 2, 3
 
 
 @dataclass(frozen=True)
@@ -107,10 +116,37 @@ class LocalSteps(AbstractCompression):
         if number < self.var_freeze_step:
             return (0.0,) * self.num_rates
         first = number
-        while first > self.var_freeze_step and not self._is_exchanged(first - 1):
+        while not self._is_first(first):
             first -= 1
         rates = [float(rate(n)) for n in range(first, number + 1)]
         return rates[-1], sum(rates), float(first == number)
+
+    def _is_first(self, number: int) -> bool:
+        """Whether a local step is the first one since an exchange."""
+        return number == self.var_freeze_step or self._is_exchanged(number - 1)
+
+    def merged(
+        self, number: int, errors: Sequence[np.ndarray], arrays: Arrays
+    ) -> dict[str, np.ndarray]:
+        """See `AbstractCompression`: of local steps, as an exchange without signs."""
+        if self.forgets(number):
+            return {}
+        if number < self.var_freeze_step:
+            return with_lost(errors, arrays, self.b1, 1 - self.b1)
+        root = np.sqrt(arrays["nu"]) + self.eps
+        lost = lost_by(errors, root.shape) / root
+        steps = errors[STEPS_SLOT][0, 0] + np.where(arrays["nu"] > 0, lost, 0)
+        new = {"master": arrays["master"] + steps}
+        if not self._is_first(number):
+            new["mu"] = errors[MOMENTUM_SLOT][0, 0]
+        return new
+
+    def begun(
+        self, number: int, shapes: Sequence[tuple[int, ...]], arrays: Arrays
+    ) -> dict[int, np.ndarray]:
+        """See `AbstractCompression`."""
+        shape = shapes[MOMENTUM_SLOT]
+        return {MOMENTUM_SLOT: np.broadcast_to(arrays["mu"], shape)}
 
 
 @dataclass(frozen=True)

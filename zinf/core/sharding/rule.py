@@ -58,6 +58,7 @@ class AxisRule:
             devices to the compiler.
         node_size: devices that exchange parts of gradients first.
         compression: what devices send by its signs, in place of gradients.
+        unused_compression: the same of one device, which sends nothing.
         divided: dims of the arrays that their own axes cut in every form of the array,
             such as `Dim.EXPERTS`. ZeRO cuts the arrays along the other axes alone,
             since devices along `expert` have other experts (DeepSpeed-MoE's expert-data
@@ -73,6 +74,7 @@ class AxisRule:
     gradient_encoding: Nibbles | None = None
     node_size: int = 1
     compression: AbstractCompression | None = None
+    unused_compression: AbstractCompression | None = None
     divided: frozenset[Dim] = frozenset()
 
     def dividing(self, dims: Iterable[Dim]) -> "AxisRule":
@@ -196,8 +198,9 @@ def axis_rule(
         )
     if not axes_of(mesh, Dim.ROWS):
         encoding = gradient_encoding = None
-    if compression is not None and mesh.size == 1:
-        compression = None
+    unused_compression = None
+    if mesh.size == 1:
+        compression, unused_compression = None, compression
     if compression is not None:
         _check_exchange(mesh, f"{compression.name} averages by signs")
     node_size = 1
@@ -215,6 +218,7 @@ def axis_rule(
         gradient_encoding,
         node_size,
         compression,
+        unused_compression,
     )
 
 

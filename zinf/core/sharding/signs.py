@@ -12,7 +12,7 @@ The gradient that leads to such a momentum is handed to the optimizer: (m' - b1 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -29,8 +29,9 @@ from zinf.core.sharding.parts import DEVICE_DIM, AbstractParts
 from zinf.core.sharding.wire import cut
 
 DEVICE = "device"
-# With fewer numbers for each device, scales and padding would hardly save bytes.
-MIN_NUMBERS = 64
+# With fewer numbers, scales and padding would hardly save bytes. It is the same on any
+# number of devices, and so is which leaves have errors.
+MIN_NUMBERS = 128
 # Among the errors of a leaf: of the averages, after those of what a device sends.
 AVERAGES = 1
 
@@ -48,6 +49,10 @@ class Phase(StrEnum):
     def is_local(self) -> bool:
         """Whether devices have other parameters when the step begins."""
         return self in (Phase.LOCAL, Phase.STEPS)
+
+
+# Of a leaf, by "master" and by optax's names of its states.
+Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,31 @@ class AbstractCompression(ABC):
         del number, rate
         return ()
 
+    @abstractmethod
+    def merged(
+        self, number: int, errors: Sequence[np.ndarray], arrays: Arrays
+    ) -> dict[str, np.ndarray]:
+        """The arrays of a leaf on one device, which sends nothing, after a restore of
+        what several devices saved; only those that change.
+
+        Args:
+            number: of steps before the restore.
+            errors: of the leaf, as `AbstractParts.joined` makes them for one device.
+            arrays: of the leaf, as they were saved: its master and its states.
+        """
+
+    def begun(
+        self, number: int, shapes: Sequence[tuple[int, ...]], arrays: Arrays
+    ) -> dict[int, np.ndarray]:
+        """The errors of a leaf, by slot, after a restore of what one device saved; all
+        others are zero.
+
+        Args:
+            shapes: of all errors of the leaf.
+        """
+        del number, shapes, arrays
+        return {}
+
 
 @dataclass(frozen=True)
 class Momenta(AbstractCompression):
@@ -135,12 +165,38 @@ class Momenta(AbstractCompression):
         after = f"After {self.freeze_step:,} updates, momenta of {num_leaves} leaves"
         return f"{after} are averaged by their signs"
 
+    def merged(
+        self, number: int, errors: Sequence[np.ndarray], arrays: Arrays
+    ) -> dict[str, np.ndarray]:
+        """See `AbstractCompression`: the next momentum has what was lost."""
+        del number
+        return with_lost(errors, arrays, self.b1, 1.0)
+
 
 def is_worth_signs(total: Layout) -> bool:
     """Whether a gradient of this layout saves bytes if it goes by signs."""
-    assert isinstance(total.device.mesh, Mesh)
-    is_large = prod(total.shape) >= MIN_NUMBERS * total.device.mesh.size
-    return len(total.shape) > 1 and is_large
+    return len(total.shape) > 1 and prod(total.shape) >= MIN_NUMBERS
+
+
+def lost_by(errors: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """What exchanges by signs lost and one device has to make up for.
+
+    Args:
+        errors: as `AbstractParts.joined` makes them for one device.
+        shape: of the leaf.
+    """
+    lost = errors[0].reshape(-1) + errors[AVERAGES].reshape(-1)
+    return lost[: prod(shape)].reshape(shape)
+
+
+def with_lost(
+    errors: Sequence[np.ndarray], arrays: Arrays, b1: float, share: float
+) -> dict[str, np.ndarray]:
+    """The momentum of which the next one, b1 m + ..., has a share of what was lost."""
+    momentum = arrays[Momenta.state]
+    # Without a decay a momentum carries nothing over to the next step.
+    lost = share / b1 * lost_by(errors, momentum.shape) if b1 else 0
+    return {Momenta.state: momentum + lost}
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def compressed(
     An array of n numbers keeps two errors besides the state of `tx`, in float32 and
     saved with it: (1, devices, N) of what each device sent, and (1, devices, N /
     devices) of the means, where N is n rounded up to whole bytes of signs for each
-    device. Arrays of one dim, or of fewer than 64 numbers a device, go as they are.
+    device. Arrays of one dim, or of fewer than 128 numbers, go as they are.
 
     Engines run it as one program with all arrays on the devices, at stages 0 and 1 of
     ZeRO; at stage 1 every device has the whole momentum. They refuse clipping, fp16,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from zinf.core.optim.separate import LeafUpdate
 from zinf.core.program import ArrayId, Role
-from zinf.core.sharding.local_steps import STEPS_SLOT, LocalSteps
+from zinf.core.sharding.local_steps import MOMENTUM_SLOT, STEPS_SLOT, LocalSteps
 from zinf.core.sharding.signs import DEVICE, Phase, averaged, on_each_device
 from zinf.core.sharding.wire import cut
 from zinf.core.step.sums import sum_dtype, sum_squares
@@ -160,7 +160,7 @@ class _StepHere:
         """
         rule, (rate, _, is_first) = self._rule, rates
         mu, nu = self._moments(leaf)
-        steps, momentum = (_error(leaf.path, STEPS_SLOT + n) for n in range(2))
+        steps, momentum = (_error(leaf.path, n) for n in (STEPS_SLOT, MOMENTUM_SLOT))
         before = jnp.where(is_first, arrays[mu], arrays[momentum][0, 0])
         after = rule.b1 * before + (1 - rule.b1) * gradient
         direction = after / (jnp.sqrt(arrays[nu]) + rule.eps)
