@@ -66,7 +66,9 @@ def test_an_error_says_what_was_asked_found_and_to_change(golden: Golden) -> Non
     }
     every = InfeasibleError(short, capacity)
     one = InfeasibleError({HOST: short[HOST]}, capacity, ["It is whole."])
+    one.may_rest = False
     one = one.because(["It reads tiles."])
+    assert every.because([]).may_rest and not one.may_rest
     golden.check("infeasible.txt", f"{every}\n{one}")
     assert list(every.shortages) == [DEVICE, HOST, NVME]
     assert every.missing_bytes == (500, 3000, 1000)

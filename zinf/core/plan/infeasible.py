@@ -80,4 +80,6 @@ class InfeasibleError(ValueError):
         """
         given, is_least = (*self.reasons, *reasons), self.is_least and is_least
         rest = self.shortages, self.capacity_bytes, given
-        return InfeasibleError(*rest, is_least=is_least)
+        found = InfeasibleError(*rest, is_least=is_least)
+        found.may_rest = self.may_rest
+        return found
