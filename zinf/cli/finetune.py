@@ -153,13 +153,15 @@ def model_config(
         chosen = {"adapter.lora_alpha": float(ALPHA_OF_RANK * rank)} | chosen
     if objective is not None:
         rate *= objective.rate
+        if "validation_fraction" in objective.reads:
+            chosen = {"data.validation_fraction": 0.0} | chosen
     if data:
         chosen["data.paths"] = [str(path) for path in data]
     if "data.evaluation_paths" in chosen:
         chosen["run.evaluate_every"] = EVALUATE_EVERY
     raw: dict[str, Any] = {
         "model": {"huggingface": model},
-        "data": {"validation_fraction": 0.0},
+        "data": {},
         "train_batch_size": samples,
         "optimizer": {"type": "AdamW", "params": {"lr": rate}},
         "scheduler": deepcopy(SCHEDULE),

@@ -205,16 +205,22 @@ def samples_of(
             "data.paths names no file. To fine-tune, name files of JSON lines "
             "there, with text, prompt and completion, messages, or text and label."
         )
-    how = kind.of(
+    how = tokenizing_of(model, config, kind)
+    files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]
+    cache = data.cache or config.run.output / "data"
+    return tokenized(paths, how, tokenizer_files=files, cache=cache, say=say)
+
+
+def tokenizing_of(model: Model, config: Config, kind: type[Tokenizing]) -> Tokenizing:
+    """How lines become samples of a config, of a kind that its objective has."""
+    data = config.data
+    return kind.of(
         model,
         sequence_length=length_of(model, config),
         too_long=data.treatment_of_long,
         completion_only=data.completion_only,
         assistant_only=data.assistant_only,
     )
-    files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]
-    cache = data.cache or config.run.output / "data"
-    return tokenized(paths, how, tokenizer_files=files, cache=cache, say=say)
 
 
 def treated(how: Tokenizing, num_cut: int, num_dropped: int) -> str:

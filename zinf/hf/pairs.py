@@ -49,7 +49,11 @@ class PairTokenizing(Tokenizing):
                 f"{found}."
             )
         self.check_kind(line, where)
-        one = replace(self, completion_only=self.finds_answers)
+        one = replace(
+            self,
+            completion_only=self.finds_answers,
+            assistant_only=self.finds_answers and self.assistant_only,
+        )
         # Both answers are about the same images.
         shared = {"tools": tools_of(line, where), "images": given_images(line)}
         both = [

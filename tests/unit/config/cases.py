@@ -83,3 +83,27 @@ def sections(
         for name, params in below.KNOWN.items():
             yield below, (key,), {key: {"type": name}}
             yield params, (key, "params"), {key: {"type": name}}
+
+
+# Keys of the data section that not all objectives read, with unusual values.
+OF_SOME: dict[str, Any] = {
+    "assistant_only": True,
+    "beta": 0.7,
+    "bin_dtype": "int32",
+    "cache": "cache",
+    "center_rewards_coefficient": 0.5,
+    "completion_only": False,
+    "desirable_weight": 2.0,
+    "evaluation_paths": ["lines.jsonl"],
+    "field": "content",
+    "glob": "*.txt",
+    "images": 3,
+    "labels": ["no", "yes"],
+    "max_buckets": 4,
+    "packing": True,
+    "simpo_gamma": 0.9,
+    "too_long": "drop",
+    "truncate": True,
+    "undesirable_weight": 3.0,
+    "validation_fraction": 0.5,
+}

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 import zinf
 from tests.golden import Golden
-from tests.unit.config.cases import sections, shown
+from tests.unit.config.cases import OF_SOME, sections, shown
 from zinf.core.config import (
     Config,
     ConfigError,
@@ -26,7 +26,8 @@ from zinf.core.config import (
     notices,
     report,
 )
-from zinf.core.config.schema import Memory
+from zinf.core.config.schema import Data, Memory
+from zinf.core.objectives import KEYS_OF_SOME, OBJECTIVES, OF_OWN_MODELS
 from zinf.core.program import Tier
 
 SHIPPED = Path(__file__).parents[3] / "configs"
@@ -275,3 +276,28 @@ def test_training_refuses_weights_in_few_bits() -> None:
     config = {"weight_quantization": {"quantized_initialization": {"num_bits": 4}}}
     with pytest.raises(ValueError, match="run and not trained: zinf generate"):
         zinf.initialize(loss_fn, jnp.ones((2, 2)), optax.sgd(0.1), config)
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES, "a model of zinf's own"])
+def test_a_key_of_data_that_is_set_is_read_or_refused(objective):
+    """By the table of who reads it, in which each of these keys has a reader."""
+    assert OF_SOME.keys() == KEYS_OF_SOME <= Data.model_fields.keys()
+    raw = {"model": {"huggingface": "folder"}, "data": {"objective": objective}}
+    read = OF_OWN_MODELS
+    if objective in OBJECTIVES:
+        read = OBJECTIVES[objective].reads
+    else:
+        raw = {"model": {"num_layers": 1, "num_heads": 1, "embed_dim": 8}, "data": {}}
+    usual = Config.load(raw).data
+    for key, value in OF_SOME.items():
+        given = raw | {"train_batch_size": 2, "data": raw["data"] | {key: value}}
+        if key in read:
+            assert Config.load(given).data.asks(key)
+            continue
+        with pytest.raises(ConfigError) as error:
+            Config.load(given)
+        assert [p for p in error.value.problems if p.path == ("data", key)]
+        # What asks for nothing is no mistake.
+        nothing = getattr(usual, key)
+        if nothing is None or isinstance(nothing, bool):
+            Config.load(raw | {"data": raw["data"] | {key: nothing}})

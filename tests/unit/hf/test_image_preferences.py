@@ -50,7 +50,11 @@ def pairs(batch):
 
 
 def raw_config(folder, objective, **data):
-    settings = {"objective": objective, "beta": BETA, "simpo_gamma": GAMMA}
+    settings = {"objective": objective}
+    if objective != "reward":
+        settings["beta"] = BETA
+    if objective == "simpo":
+        settings["simpo_gamma"] = GAMMA
     model = {"huggingface": str(folder)}
     return {"model": model, "data": settings | {"images": 20} | data}
 

@@ -1,6 +1,8 @@
 """Answers that were chosen against rejected ones."""
 
 import os
+import re
+from dataclasses import replace
 from functools import partial
 from math import log
 from types import SimpleNamespace
@@ -10,13 +12,16 @@ import numpy as np
 import pytest
 
 from tests.command import run
+from tests.unit.config.cases import OF_SOME
 from tests.unit.hf.models import (
+    CHAT,
     END,
     llama,
     metrics_of,
     model_folder,
     params_of,
     save,
+    tokenizer,
     tokens,
     write,
 )
@@ -29,7 +34,12 @@ import transformers  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.core.config import Config  # isort: skip
 from zinf.core.objectives import FINETUNED, OBJECTIVES  # isort: skip
+from zinf.hf.dataset import tokenizing_of  # isort: skip
 from zinf.hf.objectives.dpo import reference_file  # isort: skip
+
+# Keys of data by which files are found, opened and divided, or models are made.
+BY_FILES = {"cache", "evaluation_paths", "images", "labels", "max_buckets"}
+BY_FILES |= {"validation_fraction"}
 
 
 def torch_log_probabilities(model, ids, labels):
@@ -77,7 +87,9 @@ def orpo(sums, num_tokens):
 @pytest.mark.parametrize("expected", [dpo, ipo, simpo, orpo], ids=lambda x: x.__name__)
 def test_the_loss_is_that_of_the_paper(expected, tmp_path):
     torch_model = save(llama(), tmp_path)
-    data = {"objective": expected.__name__, "beta": BETA, "simpo_gamma": GAMMA}
+    data: dict[str, Any] = {"objective": expected.__name__, "beta": BETA}
+    if expected is simpo:
+        data["simpo_gamma"] = GAMMA
     raw = {"model": {"huggingface": str(tmp_path)}, "data": data}
     task = hf.Task(Config.load(raw))
     ids = np.stack([tokens(), tokens()[:, ::-1]], axis=1)
@@ -128,7 +140,7 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
         ]
     data: dict[str, Any] = {"objective": objective, "sequence_length": 8}
     data["paths"] = [str(write(tmp_path / "lines.jsonl", lines))]
-    if OBJECTIVES[objective].has_classes:
+    if "labels" in OBJECTIVES[objective].reads:
         data["labels"] = ["no", "yes"]
     raw = {"model": {"huggingface": str(folder)}, "data": data}
     raw["run"] = {"output": str(tmp_path / "out")}
@@ -148,6 +160,63 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
     row = {name: (x.shape[1:], x.dtype) for name, x in batch.items()}
     spec = {name: (x.shape[1:], x.dtype) for name, x in task.batch_spec(3).items()}
     assert row == spec
+
+
+class Told:
+    """A model whose log-probabilities and logits are those of no weights."""
+
+    image_leaves = ()
+
+    def loss(self, *_, **__):
+        return 0.0
+
+    def log_probabilities(self, params, batch, **_):
+        return -(jax.numpy.arange(1.0, 1 + len(batch["labels"])) ** 2)
+
+    def logits(self, params, batch, **_):
+        return jax.numpy.arange(1.0, 1 + len(batch["input_ids"]))[:, None]
+
+
+def outcome(config):
+    """What comes of a config: samples of lines, shapes of a batch, and its loss."""
+    task, found = hf.Task(config), []
+    spec = task.objective.batch_spec(config, 2, 4)
+    how = tokenizing_of(task.model, config, task.objective.tokenizing)
+    without_tags = re.sub("{% (end)?generation %}", "", CHAT)
+    how = replace(how, tokenizer=tokenizer(chat_template=without_tags))
+    sides = {"completion": "w1", "other_completion": "w2", "chosen": "w1"}
+    sides["rejected"] = "w3"
+    said = {n: [{"role": "assistant", "content": x}] for n, x in sides.items()}
+    long = "w4 w5 w6 w7 w8 w9"
+    lines = [{"prompt": prompt, "label": True} | sides for prompt in ("w4", long)]
+    lines.append({"prompt": [{"role": "user", "content": "w0"}], "label": True} | said)
+    lines += [{"text": text, "label": 1} for text in ("w4", long)]
+    for line in lines:
+        try:
+            found.append(how.read(line, "a line"))
+        except ValueError as error:
+            found.append(str(error))
+    loss = task.objective.loss(Told(), config)
+    batch = {
+        n: (np.arange(np.prod(x.shape)) % 2).reshape(x.shape).astype(x.dtype)
+        for n, x in spec.items()
+    }
+    return str([found, spec, loss(None, batch)])
+
+
+@pytest.mark.parametrize("objective", FINETUNED)
+def test_an_objective_reads_the_keys_that_it_names_and_no_others(objective, tmp_path):
+    data: dict[str, Any] = {"objective": objective, "sequence_length": 5}
+    if objective == "classification":
+        data["labels"] = ["no", "yes"]
+    folder = str(model_folder(tmp_path))
+    usual = Config.load({"model": {"huggingface": folder}, "data": data})
+    read = set()
+    for key in OF_SOME.keys() - BY_FILES:
+        changed = usual.data.model_copy(update={key: OF_SOME[key]})
+        if outcome(usual.model_copy(update={"data": changed})) != outcome(usual):
+            read.add(key)
+    assert read == OBJECTIVES[objective].reads - BY_FILES
 
 
 def tuned(objective, folder, *options):

@@ -306,9 +306,15 @@ def test_what_does_not_go_together_is_refused_by_name():
             lambda: Grpo(steps_per_generation=2, generation_batch_size=16)
         ),
         "moves a reference, and there is none": lambda: Grpo(sync_ref_model=True),
-        "and there is no teacher": lambda: Grpo(kl_penalty_coef=2.0),
+        "has no effect: it is for a teacher": lambda: Grpo(kl_penalty_coef=2.0),
         "vespo reads the corrections of tokens": lambda: Grpo(loss_type="vespo"),
-        "no effect with vespo": lambda: Grpo(
+        "sapo_temperature_pos: has no effect": lambda: Grpo(sapo_temperature_pos=2.0),
+        "epsilon: has no effect": lambda: Grpo(loss_type="sapo", epsilon=0.1),
+        "loss_type: has no effect": lambda: Grpo(algorithm="rloo", loss_type="dapo"),
+        "cap: has no effect": lambda: Grpo(
+            importance_sampling_correction=False, importance_sampling_cap=2.0
+        ),
+        "importance_sampling_level: has no effect": lambda: Grpo(
             loss_type="vespo",
             importance_sampling_level="sequence",
             importance_sampling_correction=False,

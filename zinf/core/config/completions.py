@@ -1,7 +1,8 @@
 """How completions are drawn and rewarded: keys that `grpo` and `ppo` have in common."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
@@ -27,6 +28,21 @@ def _many(value: object) -> object:
 Many = BeforeValidator(_many)
 
 
+@dataclass(frozen=True)
+class Reader:
+    """What reads some keys, which have no effect without it.
+
+    Attributes:
+        keys: their names, with spaces between.
+        name: in words.
+        is_used: `section -> whether` it is.
+    """
+
+    keys: str
+    name: str
+    is_used: Callable[[Any], bool]
+
+
 class Completions(Section):
     """The completions of prompts that a model is trained on.
 
@@ -41,6 +57,9 @@ class Completions(Section):
     """The field with how often each completion is trained on."""
     PENALTY: ClassVar[str]
     """The field with the factor of the divergence from the reference."""
+
+    READERS: ClassVar[tuple[Reader, ...]] = ()
+    """Of keys that not every setting of the others reads."""
 
     rewards: Annotated[tuple[Text, ...], Many] = ()
     """Rewards, each a function as FILE.py:FUNCTION, or a reward model: its folder, or
@@ -97,3 +116,8 @@ class Completions(Section):
         if weights is not None and rewards and len(weights) != len(rewards):
             text = f"has {len(weights)} numbers, and there are {len(rewards)} rewards."
             yield ("reward_weights",), text
+        for reader in self.READERS:
+            for key in reader.keys.split():
+                if self.asks(key) and not reader.is_used(self):
+                    text = f"has no effect: it is for {reader.name}. Leave it out."
+                    yield (key,), text

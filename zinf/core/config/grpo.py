@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from zinf.core.config.completions import Completions, Share
+from zinf.core.config.completions import Completions, Reader, Share
 from zinf.core.config.scalar import (
     Count,
     Flag,
@@ -29,6 +29,51 @@ class Grpo(Completions):
     LENGTH: ClassVar[str] = "max_completion_length"
     TIMES: ClassVar[str] = "num_iterations"
     PENALTY: ClassVar[str] = "beta"
+    READERS: ClassVar[tuple[Reader, ...]] = (
+        Reader("loss_type scale_rewards", "algorithm grpo", lambda x: not x.is_rloo),
+        Reader(
+            "importance_sampling_level",
+            "algorithm grpo with another loss_type than vespo",
+            lambda x: x.formula not in ("rloo", "vespo"),
+        ),
+        Reader(
+            "epsilon",
+            "losses that clip on both sides",
+            lambda x: x.clips or (x.formula == "cispo" and x.epsilon_high is None),
+        ),
+        Reader(
+            "epsilon_high",
+            "losses that clip",
+            lambda x: x.clips or x.formula == "cispo",
+        ),
+        Reader("delta", "losses that clip on both sides", lambda x: x.clips),
+        Reader(
+            "sapo_temperature_neg sapo_temperature_pos",
+            "loss_type sapo",
+            lambda x: x.formula == "sapo",
+        ),
+        Reader(
+            "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+            "loss_type vespo",
+            lambda x: x.formula == "vespo",
+        ),
+        Reader(
+            "importance_sampling_mode importance_sampling_cap",
+            "importance_sampling_correction",
+            lambda x: x.importance_sampling_correction,
+        ),
+        Reader(
+            "use_bias_correction_kl",
+            "algorithm grpo with a beta above 0",
+            lambda x: x.beta > 0 and not x.is_rloo,
+        ),
+        Reader(
+            "ref_model_mixup_alpha ref_model_sync_steps",
+            "sync_ref_model",
+            lambda x: x.sync_ref_model,
+        ),
+        Reader("kl_penalty_coef", "a teacher", lambda x: x.teacher is not None),
+    )
 
     algorithm: Literal["grpo", "rloo"] = "grpo"
     """grpo, or rloo: REINFORCE whose baseline is the mean of the other completions of
@@ -153,21 +198,29 @@ class Grpo(Completions):
     def group_size(self) -> int:
         return self.num_generations
 
+    @property
+    def is_rloo(self) -> bool:
+        return self.algorithm == "rloo"
+
+    @property
+    def formula(self) -> str:
+        """The loss in use: rloo, or `loss_type`."""
+        return "rloo" if self.is_rloo else self.loss_type
+
+    @property
+    def clips(self) -> bool:
+        """Whether ratios are clipped on both sides."""
+        return self.formula not in ("cispo", "sapo", "vespo")
+
     def violations(self) -> Iterator[Violation]:
         if self.sync_ref_model and not self.beta:
             text = "moves a reference, and there is none, as beta is 0"
             yield ("sync_ref_model",), f"{text}. Set beta, or leave it out."
-        is_of_tokens = self.algorithm == "grpo" and (
-            self.importance_sampling_level == "token" and self.loss_type != "vespo"
-        )
+        is_of_tokens = self.importance_sampling_level == "token"
+        is_of_tokens &= self.formula not in ("rloo", "vespo")
         if self.teacher is not None and not is_of_tokens:
             text = "needs ratios of tokens: algorithm grpo, importance_sampling_level"
             yield ("teacher",), f"{text} token and another loss_type than vespo."
-        if self.teacher is None and self.kl_penalty_coef != 1:
-            text = (
-                "is a factor of the teacher's part, and there is no teacher. Name one"
-            )
-            yield ("kl_penalty_coef",), f"{text} (teacher), or leave it out."
         yield from self._of_vespo()
         if None not in (self.steps_per_generation, self.generation_batch_size):
             text = "says how many completions are drawn at once, and so does"
@@ -178,12 +231,9 @@ class Grpo(Completions):
         yield from super().violations()
 
     def _of_vespo(self) -> Iterator[Violation]:
-        """Ratios of completions that vespo has by itself, of its tokens' ratios."""
-        if self.loss_type != "vespo":
+        """Corrections of completions, which vespo makes of those of tokens."""
+        if self.formula != "vespo":
             return
-        if self.importance_sampling_level != "token":
-            text = "has no effect with vespo, whose ratios are of completions"
-            yield ("importance_sampling_level",), f"{text}. Set it to token."
         mode = self.importance_sampling_mode
         if self.importance_sampling_correction and mode.startswith("sequence"):
             text = "is of completions, and vespo reads the corrections of tokens"

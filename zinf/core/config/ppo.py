@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from zinf.core.config.completions import Completions
+from zinf.core.config.completions import Completions, Reader
 from zinf.core.config.scalar import (
     Count,
     Flag,
@@ -29,6 +29,9 @@ class Ppo(Completions):
     LENGTH: ClassVar[str] = "response_length"
     TIMES: ClassVar[str] = "num_ppo_epochs"
     PENALTY: ClassVar[str] = "kl_coef"
+    READERS: ClassVar[tuple[Reader, ...]] = (
+        Reader("kl_estimator", "a kl_coef above 0", lambda x: x.kl_coef > 0),
+    )
 
     critic: Text | None = None
     """Model that the critic begins from, a folder or a name on the hub: a reward model,

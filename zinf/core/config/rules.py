@@ -10,6 +10,7 @@ from zinf.core.config.scheduler import DecayParams, OneCycleParams, WarmupParams
 from zinf.core.config.schema import BYTE_VALUES, STDLIB, WITH_IMAGES
 from zinf.core.config.section import Violation
 from zinf.core.config.settings import PERSISTENT_ELEMENTS, Settings
+from zinf.core.objectives import KEYS_OF_SOME, OBJECTIVES, OF_OWN_MODELS
 from zinf.core.program import Tier
 
 SAMPLING = ("data_efficiency", "data_sampling")
@@ -385,15 +386,27 @@ def _huggingface(config: Settings) -> Iterator[Violation]:
 
 
 def _objective(config: Settings) -> Iterator[Violation]:
-    """Settings of the data that are of other objectives."""
-    data = config.data
-    objective = f"(data.objective {data.objective})"
-    if data.packing and not data.traits.predicts_next:
-        text = f"puts samples of sft into rows; others stay apart {objective}"
-        yield ("data", "packing"), f"{text}. Set it to false."
-    if data.labels is not None and not data.traits.has_classes:
-        text = f"names the classes of classification, and has no effect {objective}"
-        yield ("data", "labels"), f"{text}. Remove it, or set the objective."
+    """Keys of the data that are of other objectives, or of other models."""
+    data, model = config.data, config.model
+    is_own = model is not None and model.huggingface is None
+    read = OF_OWN_MODELS if is_own else data.traits.reads
+    if model is None:
+        read |= OF_OWN_MODELS
+    if is_own and data.objective != "sft":
+        yield ("data", "objective"), f"{data.objective} is for model.huggingface."
+    for key in sorted(KEYS_OF_SOME - read):
+        if data.asks(key):
+            yield ("data", key), _unread(key, data.objective, is_own=is_own)
+
+
+def _unread(key: str, objective: str, *, is_own: bool) -> str:
+    """Why a key of the data has no effect, and what to do."""
+    readers = [name for name, traits in OBJECTIVES.items() if key in traits.reads]
+    if is_own or not readers:
+        what = "model.huggingface" if is_own else "other models than model.huggingface"
+        return f"is for {what}, and has no effect here. Remove it."
+    text = f"has no effect with data.objective {objective}: it is for"
+    return f"{text} {', '.join(readers)}. Remove it, or set the objective."
 
 
 def _images(config: Settings) -> Iterator[Violation]:
@@ -405,11 +418,10 @@ def _images(config: Settings) -> Iterator[Violation]:
             yield ("model", key), f"{text}. Remove it."
     if data.images is None:
         return
-    if config.model is None or config.model.huggingface is None:
+    if config.model is None:
         yield path, "is for model.huggingface. Remove it."
     legacy, efficiency = config.curriculum_learning, config.data_efficiency
     others = {
-        f"data.objective {data.objective}": not data.traits.takes_images,
         "data.packing": data.packing,
         "data.too_long truncate": data.treatment_of_long == "truncate",
         "curriculum_learning": legacy is not None and legacy.enabled,
@@ -433,6 +445,9 @@ def _drawing(config: Settings) -> Iterator[Violation]:
             yield (name,), f"{text}. Remove it, or set the objective to {name}."
     if not config.data.traits.is_drawn:
         return
+    if config.data.treatment_of_long == "truncate":
+        text = "truncate cuts samples, and prompts are not cut. Set it to drop, which"
+        yield ("data", "too_long"), f"{text} leaves out prompts without room."
     if config.syncs_reference and config.adapter is not None:
         text = "moves the reference, which with adapters is their frozen base. Leave it"
         yield ("grpo", "sync_ref_model"), f"{text} out, or train all weights."

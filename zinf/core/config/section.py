@@ -53,6 +53,12 @@ class Section(BaseModel):
         """Keys of this section that contradict each other."""
         yield from ()
 
+    def asks(self, key: str) -> bool:
+        """Whether a key was given, and not as null or as a flag is anyway."""
+        value, usual = getattr(self, key), type(self).model_fields[key].default
+        asks_nothing = value is None or (isinstance(value, bool) and value == usual)
+        return key in self.model_fields_set and not asks_nothing
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Only keys that were given; all others have their defaults."""
         for name, value in super().__repr_args__():

@@ -60,7 +60,7 @@ class Rollouts(AbstractRollouts[Grpo]):
     def is_scored(self) -> bool:
         settings = self.settings
         is_used_again = self.sizes.num_steps * settings.num_iterations > 1
-        in_reward = settings.algorithm == "rloo" and settings.beta > 0
+        in_reward = settings.is_rloo and settings.beta > 0
         return is_used_again or in_reward or settings.importance_sampling_correction
 
     def weighed(self, judged: Judged) -> Weighed:
@@ -78,7 +78,7 @@ class Rollouts(AbstractRollouts[Grpo]):
             metrics["teacher_kl"] = float(-(gains * mask).sum() / count)
         weights, denominators = token_weights(
             mask,
-            "grpo" if settings.algorithm == "rloo" else settings.loss_type,
+            "grpo" if settings.is_rloo else settings.loss_type,
             max_completion_length=settings.max_completion_length,
         )
         made = {
@@ -102,7 +102,7 @@ class Rollouts(AbstractRollouts[Grpo]):
 
 def policy_loss(settings: Grpo) -> PolicyLoss:
     """The loss that a `grpo` section asks for, without the weights of tokens."""
-    is_rloo = settings.algorithm == "rloo"
+    is_rloo = settings.is_rloo
     return PolicyLoss(
         loss_type="grpo" if is_rloo else settings.loss_type,
         importance_sampling_level=(
@@ -176,7 +176,7 @@ def _of_corrections(policy: PolicyLoss) -> str:
 def _advantages(settings: Grpo, judged: Judged) -> np.ndarray:
     """The advantages of the completions, float64 (N,)."""
     rewards, group = judged.rewards, settings.num_generations
-    if settings.algorithm == "grpo":
+    if not settings.is_rloo:
         return grpo_advantages(rewards, group, settings.scale_rewards)
     if judged.reference is not None:
         rest = judged.reference, judged.is_drawn, settings.beta

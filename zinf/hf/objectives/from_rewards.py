@@ -41,6 +41,8 @@ from zinf.hf.reply import check_template, reply_tokens
 
 TEXTS = "completions.jsonl"
 OWN_KEYS = ("prompt", "messages")
+# Keys of grpo that an environment reads.
+OF_ENVIRONMENT = ("environment_timeout", "max_tool_calling_iterations")
 Kind = TypeVar("Kind", bound=AbstractRollouts)
 
 
@@ -267,18 +269,19 @@ def _environment(
     function: Function | None,
 ) -> Environment | None:
     settings = config.grpo
-    most = settings.max_tool_calling_iterations
     if function is None:
-        if most is None:
+        given = [key for key in OF_ENVIRONMENT if settings.asks(key)]
+        if not given:
             return None
         raise ValueError(
-            f"grpo.max_tool_calling_iterations is {most}, and there is no environment "
-            "that replies. Name one (grpo.environment), or leave it out."
+            f"grpo.{given[0]} is {getattr(settings, given[0])}, and there is no "
+            "environment that replies. Name one (grpo.environment), or leave it out."
         )
     if any(not isinstance(p.shown, str) for p in prompts):
         check_template(model)
     tokens = partial(reply_tokens, model)
-    return Environment(function, tokens, settings.environment_timeout, most)
+    limits = (getattr(settings, key) for key in OF_ENVIRONMENT)
+    return Environment(function, tokens, *limits)
 
 
 def check_reference(config: Config) -> None:
