@@ -132,6 +132,30 @@ def test_memory_is_pinned_for_passes_and_for_the_update(tmp_path, monkeypatch):
     assert needed == [of_update] and of_pass < of_update
 
 
+def test_a_batch_whose_runner_cannot_begin_leaves_the_engine_usable(
+    tmp_path, monkeypatch
+):
+    entered, enter = [], streamed_step.StreamedRunner.enter
+
+    def failing(self):
+        entered.append(self)
+        enter(self)
+        if len(entered) == 1:
+            raise MemoryError
+
+    config, losses = config_of("nvme", tmp_path), []
+    with zinf.initialize(loss_fn, init, ADAM, config) as engine:
+        losses.append(engine.step(draw(0))["loss"])
+        with monkeypatch.context() as patch:
+            patch.setattr(streamed_step.StreamedRunner, "enter", failing)
+            with pytest.raises(MemoryError):
+                engine.step(draw(1, size=6))
+        assert len(entered) == 2  # The runner of the first batch is back.
+        losses.append(engine.step(draw(2))["loss"])
+        engine.step(draw(1, size=6))
+    assert np.isfinite(losses).all()
+
+
 @pytest.mark.parametrize("name", ["fused", "nvme"])
 def test_sums_are_saved_and_restored_between_the_verbs(name, tmp_path):
     config = config_of(name, tmp_path / "a") | VERBS

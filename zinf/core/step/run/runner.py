@@ -93,9 +93,19 @@ class AbstractRunner(ABC):
 
 
 def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:
-    """Leave `current` and enter `runner`, unless they are the same; return `runner`."""
-    if runner is not current:
-        if current is not None:
-            current.leave()
+    """Leave `current` and enter `runner`, unless they are the same; return `runner`.
+
+    If `runner` cannot be entered, `current` is as before.
+    """
+    if runner is current:
+        return runner
+    if current is not None:
+        current.leave()
+    try:
         runner.enter()
+    except BaseException:
+        runner.leave()
+        if current is not None:
+            current.enter()
+        raise
     return runner
