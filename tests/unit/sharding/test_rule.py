@@ -121,6 +121,7 @@ def mesh_of_processes(*shape: int) -> SimpleNamespace:
         shape=dict(zip(AXES, shape, strict=True)),
         axis_names=AXES,
         devices=np.array(devices, object).reshape(shape),
+        size=len(devices),
     )
 
 
