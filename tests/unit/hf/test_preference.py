@@ -165,7 +165,7 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
 class Told:
     """A model whose log-probabilities and logits are those of no weights."""
 
-    image_leaves = ()
+    image_leaves, scored_leaves = (), ("input_ids", "labels")
 
     def loss(self, *_, **__):
         return 0.0
