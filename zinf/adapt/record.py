@@ -7,6 +7,7 @@ it up over microbatches and steps, and keeps it on any tier, like other gradient
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -58,10 +59,33 @@ def recording(
         found: of `contractions_of`.
         paths: of matrices; see `is_matrix`.
     """
+    specs = named_leaves(abstract_leaves(params))
+    arrays = {}
+    for path in paths:
+        (dim,) = found.contractions[path].inputs
+        inputs = specs[path].shape[dim]
+        arrays[path] = {GRAM: (inputs, inputs)}
+    return beside(partial(_Recording, loss_fn), params, found, arrays)
+
+
+def beside(
+    loss_of: Callable[[Mapping[str, Target]], Callable],
+    params: Callable[[], Any],
+    found: Found,
+    arrays: Mapping[str, Mapping[str, Shape]],
+) -> Adapted:
+    """A loss over frozen weights, with trained arrays beside some of them.
+
+    Args:
+        loss_of: makes the loss, from the weights that have arrays, by path.
+        found: of `contractions_of`.
+        arrays: by the path of a weight, the shapes of its arrays by name. They are in
+            float32, and 0 at first.
+    """
     abstract = abstract_leaves(params)
     specs = named_leaves(abstract)
     targets: dict[str, Target] = {
-        path: _Recorded(
+        path: _Beside(
             path=path,
             shape=tuple(specs[path].shape),
             dtype=str(specs[path].dtype),
@@ -70,20 +94,20 @@ def recording(
             scale=0.0,
             is_dora=False,
             encoding=None,
+            arrays=own,
         )
-        for path in paths
-    }
-    first = {
-        path: {GRAM: np.broadcast_to(np.float32(0), x.factor_shapes[GRAM])}
-        for path, x in targets.items()
+        for path, own in arrays.items()
     }
 
     def make() -> dict[str, Any]:
-        zeros = {path: {GRAM: jnp.zeros(x[GRAM].shape)} for path, x in first.items()}
+        zeros = {
+            path: {name: jnp.zeros(shape) for name, shape in own.items()}
+            for path, own in arrays.items()
+        }
         return {BASE: params(), ADAPTER: zeros}
 
     return Adapted(
-        loss_fn=_Recording(loss_fn, targets),
+        loss_fn=loss_of(targets),
         eval_loss_fn=None,
         params=make,
         frozen=(f"{BASE}/*",),
@@ -91,17 +115,26 @@ def recording(
         saved=(),
         adapter=Adapter(),
         layout=Layout(specs, jax.tree.structure(abstract), targets, frozenset()),
-        loaded=first,
+        loaded={
+            path: {n: np.broadcast_to(np.float32(0), x) for n, x in own.items()}
+            for path, own in arrays.items()
+        },
     )
 
 
-class _Recorded(Target):
-    """A matrix that has no adapter beside it, but the sum over its inputs."""
+@dataclass(frozen=True)
+class _Beside(Target):
+    """A matrix that has no adapter beside it, but other arrays.
+
+    Attributes:
+        arrays: their shapes by name.
+    """
+
+    arrays: Mapping[str, Shape]
 
     @property
     def factor_shapes(self) -> dict[str, Shape]:
-        (inputs,) = self.sizes(self.contraction.inputs)
-        return {GRAM: (inputs, inputs)}
+        return dict(self.arrays)
 
 
 @dataclass(frozen=True)

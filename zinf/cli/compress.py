@@ -22,7 +22,7 @@ def quantize(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Texts whose inputs gptq and awq see: JSON lines, a JSON array or "
+            help="Texts that gptq, awq and lkd see: JSON lines, a JSON array or "
             "parquet, with lines as zinf finetune takes; repeatable."
         ),
     ] = None,
@@ -30,17 +30,28 @@ def quantize(
         int, typer.Option(metavar="4|8", help="Of each number of a linear layer.")
     ] = 4,
     method: Annotated[
-        Literal["gptq", "awq", "rtn"],
+        Literal["gptq", "awq", "lkd", "rtn"],
         typer.Option(
-            help="gptq changes the outputs of a layer least for the texts of --data; "
-            "awq scales large inputs, for which norms and layers before take the "
-            "inverse; rtn rounds each number to the nearest and needs none."
+            help="gptq changes the outputs of a linear layer least for the texts of "
+            "--data; awq scales large inputs, for which norms and layers before take "
+            "the inverse; lkd trains each layer of the model so that its outputs "
+            "change least; rtn rounds each number to the nearest and needs no texts."
         ),
     ] = "gptq",
     group_size: Annotated[
         int,
         typer.Option(min=1, help="Inputs of a layer that share a scale."),
     ] = 128,
+    lkd_steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of Adam that lkd trains, 400 if absent."),
+    ] = None,
+    lkd_learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Of lkd's first step, in codes, 0.005 if absent. It falls to 0."
+        ),
+    ] = None,
     samples: Annotated[
         int, typer.Option(min=1, help="Most rows of --data that are seen.")
     ] = 128,
@@ -66,6 +77,8 @@ def quantize(
             bits=bits,
             method=method,
             group_size=group_size,
+            lkd_steps=lkd_steps,
+            lkd_learning_rate=lkd_learning_rate,
             samples=samples,
             sequence_length=sequence_length,
         )

@@ -23,8 +23,10 @@ def write_quantized(
     config: Config,
     *,
     bits: int,
-    method: Literal["gptq", "awq", "rtn"],
+    method: Literal["gptq", "awq", "lkd", "rtn"],
     group_size: int,
+    lkd_steps: int | None,
+    lkd_learning_rate: float | None,
     samples: int,
     sequence_length: int | None,
 ) -> None:
@@ -34,8 +36,11 @@ def write_quantized(
         ValueError, FileExistsError: see `zinf.hf.quantize`.
     """
     start = perf_counter()
+    distilling = _distilling(lkd_steps, lkd_learning_rate)
     model = hf.load_as_stored(name)
-    hf.check_quantizing(model, bits, method, output, has_rows=bool(data))
+    hf.check_quantizing(
+        model, bits, method, output, has_rows=bool(data), distilling=distilling
+    )
     rows = rows_of(model, data, samples, sequence_length) if data else None
     hf.quantize(
         model,
@@ -45,6 +50,7 @@ def write_quantized(
         bits=bits,
         method=method,
         group_size=group_size,
+        distilling=distilling,
         say=complain,
     )
     tell(f"wrote {output} in {perf_counter() - start:,.1f} s")
@@ -67,3 +73,16 @@ def rows_of(
             f"--samples {samples:,}."
         )
     return rows
+
+
+def _distilling(
+    steps: int | None, learning_rate: float | None
+) -> "hf.Distilling | None":
+    """What the options of lkd ask for; None if none is given."""
+    if steps is None and learning_rate is None:
+        return None
+    default = hf.Distilling()
+    return hf.Distilling(
+        steps=default.steps if steps is None else steps,
+        learning_rate=default.learning_rate if learning_rate is None else learning_rate,
+    )

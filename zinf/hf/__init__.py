@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zinf.hf.critic import load_critic as load_critic
     from zinf.hf.dataset import no_samples as no_samples
     from zinf.hf.dataset import treated as treated
+    from zinf.hf.distilling import Distilling as Distilling
     from zinf.hf.drafting import drafting as drafting
     from zinf.hf.embedding import embed as embed
     from zinf.hf.embedding import open_embedder as open_embedder

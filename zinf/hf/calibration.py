@@ -3,7 +3,7 @@
 GPTQ and AWQ need the inputs of each linear layer. They are those of the model as it is,
 before any layer is rounded, so one pass over the rows is enough: the model streams
 through the device, and the sum over the inputs of each layer rests on the tiers like
-the gradients of training.
+the gradients of training. Layers that are distilled see the rows again and again.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import torch
 
+from zinf.adapt import Adapted
 from zinf.adapt.choose import module_of
 from zinf.adapt.contraction import Found
 from zinf.adapt.record import contractions_of, is_matrix, recording
@@ -25,7 +26,7 @@ from zinf.core.config.precision import BF16, FP16, DataTypes
 from zinf.core.engine.initialize import ConfigSource
 from zinf.core.interchange.sources import EngineTensors
 from zinf.core.interchange.tensors import AbstractTensors
-from zinf.hf.engine import TRACED_TOKENS, engine_of
+from zinf.hf.engine import TRACED_TOKENS, ModelEngine, engine_of
 from zinf.hf.export import ExportedWeights
 from zinf.hf.model import Model
 from zinf.hf.samples import Tokenizing
@@ -148,29 +149,52 @@ def sums_over_inputs(
     say: Say = lambda text: None,
 ) -> Generator[AbstractTensors, None, None]:
     """The sums over the inputs of the chosen layers, "adapter/PATH/gram"."""
-    loss = model.running_loss
-    adapted = recording(loss, model.zeros, choice.found, choice.paths)
-    # All steps have one shape; fewer rows than there are steps are left out.
-    num_steps = -(-len(rows) // STEP_ROWS)
-    step_rows = len(rows) // num_steps
-    devices = gcd(step_rows, jax.device_count())
+    adapted = recording(model.running_loss, model.zeros, choice.found, choice.paths)
+    batches = batches_of(rows)
+    with calibrator(model, adapted, optax.sgd(-1.0), batches[0], config) as engine:
+        seen = 0
+        for batch in batches:
+            engine.step(batch)
+            seen += len(batch["input_ids"])
+            say(f"{seen:,} of {len(batches) * len(batch['input_ids']):,} rows seen")
+        yield EngineTensors(engine)
+
+
+def batches_of(rows: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """Rows as batches of one shape; fewer rows than there are batches are left out."""
+    num_batches = -(-len(rows) // STEP_ROWS)
+    count = len(rows) // num_batches
+    return [
+        {"input_ids": rows[i * count : (i + 1) * count]} for i in range(num_batches)
+    ]
+
+
+def calibrator(
+    model: Model,
+    adapted: Adapted,
+    tx: optax.GradientTransformation,
+    batch: Mapping[str, np.ndarray],
+    config: ConfigSource,
+    *,
+    has_aux: bool = False,
+) -> ModelEngine:
+    """An engine that trains arrays beside the frozen weights of a model's files.
+
+    All rows of a batch pass a layer before the next layer is fetched.
+
+    Args:
+        config: see `zinf.hf.quantize`.
+        has_aux: the loss returns `(loss, aux)`.
+    """
+    rows = len(batch["input_ids"])
     changed = {
         "frozen": adapted.frozen,
-        "gradient_accumulation_steps": step_rows // devices,
-        # The sums are in float32, and weights in the precision of the files.
+        "gradient_accumulation_steps": rows // gcd(rows, jax.device_count()),
+        # The arrays are in float32, and weights in the precision of the files.
         "bf16": BF16(),
         "fp16": FP16(),
         "data_types": DataTypes(),
     }
     run = Config.load(config).without_training().model_copy(update=changed)
-    batches = [
-        {"input_ids": rows[i * step_rows : (i + 1) * step_rows]}
-        for i in range(num_steps)
-    ]
-    with engine_of(
-        model, adapted, optax.sgd(-1.0), run, loss=loss, batch=batches[0]
-    ) as engine:
-        for number, batch in enumerate(batches, 1):
-            engine.step(batch)
-            say(f"{number * step_rows:,} of {num_steps * step_rows:,} rows seen")
-        yield EngineTensors(engine)
+    loss = model.running_loss
+    return engine_of(model, adapted, tx, run, loss=loss, has_aux=has_aux, batch=batch)

@@ -1,7 +1,7 @@
 """`zinf.hf.quantize`: a published model in 4 or 8 bits, as compressed-tensors keeps it.
 
-The model streams through the device once, where a method sees texts. Then the layers
-are rounded one at a time, on the CPU.
+The model streams through the device once, where a method sees texts; lkd trains it so.
+Then the layers are rounded one at a time, on the CPU.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -23,6 +23,7 @@ from zinf.core.sharding import Box
 from zinf.hf.calibration import Say, choose
 from zinf.hf.card import card_of
 from zinf.hf.comparison import check_class
+from zinf.hf.distilling import Distilling
 from zinf.hf.export import METADATA, ExportedWeights, save_small_files
 from zinf.hf.model import Model
 from zinf.hf.module import read_quantization
@@ -39,8 +40,9 @@ def quantize(
     config: ConfigSource = None,
     *,
     bits: int = 4,
-    method: Literal["gptq", "awq", "rtn"] = "gptq",
+    method: Literal["gptq", "awq", "lkd", "rtn"] = "gptq",
     group_size: int = 128,
+    distilling: Distilling | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     say: Say = lambda text: None,
 ) -> None:
@@ -59,8 +61,10 @@ def quantize(
         bits: 4 or 8.
         method: gptq changes the outputs of a layer least; awq scales inputs by their
             size, where a norm or the layer before takes the inverse, and cuts off the
-            largest weights of a group; rtn rounds each number to the nearest.
+            largest weights of a group; lkd trains the weights of each layer so that
+            its outputs change least; rtn rounds each number to the nearest.
         group_size: inputs that share a scale. It divides the inputs of each layer.
+        distilling: how lkd trains; None: with the defaults.
         max_shard_bytes: largest sum of tensor bytes in a file.
         say: gets lines about progress.
 
@@ -71,7 +75,9 @@ def quantize(
         InfeasibleError: the budgets have no room for the weights and the sums.
     """
     output = Path(output)
-    check_quantizing(model, bits, method, output, has_rows=rows is not None)
+    check_quantizing(
+        model, bits, method, output, has_rows=rows is not None, distilling=distilling
+    )
     check_class(model)
     model.read_buffers()
     files, weights = model.open_weights()
@@ -91,7 +97,8 @@ def quantize(
                 "zinf does."
             )
         given = Weights(parameters, bits, group_size)
-        with rounding(method, model, choice, given, rows, config, say) as rounder:
+        how = distilling or Distilling()
+        with rounding(method, model, choice, given, rows, config, how, say) as rounder:
             for number, path in enumerate(choice.paths):
                 packed = parts_of(rounder.round(path), given.grid(path))
                 parts[names[path]] = {
@@ -119,7 +126,13 @@ def quantize(
 
 
 def check_quantizing(
-    model: Model, bits: int, method: str, output: Path, *, has_rows: bool
+    model: Model,
+    bits: int,
+    method: str,
+    output: Path,
+    *,
+    has_rows: bool,
+    distilling: Distilling | None = None,
 ) -> None:
     """Refuse what cannot be quantized, before any line or weight is read.
 
@@ -146,6 +159,11 @@ def check_quantizing(
         raise ValueError(
             f"{method} rounds each number to the nearest and sees no texts. Leave "
             f"--data out, or take --method {' or '.join(SEEING)}."
+        )
+    if method != "lkd" and distilling is not None:
+        raise ValueError(
+            f"{method} trains nothing, and steps or a learning rate are given. Leave "
+            "--lkd-steps and --lkd-learning-rate out, or take --method lkd."
         )
     if model.adapter is not None:
         raise ValueError(

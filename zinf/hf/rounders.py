@@ -14,6 +14,7 @@ from zinf.core.engine.initialize import ConfigSource
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.hf.calibration import EXAMPLE, Choice, Say, sums_over_inputs
+from zinf.hf.distilling import Distilling, Shifts, trained_shifts
 from zinf.hf.model import Model
 from zinf.hf.quantized.activations import best_scales, clipped
 from zinf.hf.quantized.packed import read_floats, read_whole
@@ -176,8 +177,23 @@ class Awq(AbstractRounder):
         return numpy_dtype(self.weights.tensors.specs[path].dtype)
 
 
+@dataclass(frozen=True)
+class Lkd(AbstractRounder):
+    """Rounds by https://arxiv.org/abs/2206.01861, after layers were distilled."""
+
+    weights: Weights
+    shifts: Shifts
+    say: Say
+
+    def round(self, path: str) -> Rounded:
+        shift = self.shifts.of(path)
+        if shift is not None and not shift.any():
+            self.say(f"{path} is rounded to the nearest: it had no gradient")
+        return nearest(self.weights.floats(path), self.weights.grid(path), shift)
+
+
 # Methods that see texts, in the order of their help.
-SEEING = ("gptq", "awq")
+SEEING = ("gptq", "awq", "lkd")
 METHODS = (*SEEING, "rtn")
 
 
@@ -189,18 +205,27 @@ def rounding(
     weights: Weights,
     rows: np.ndarray | None,
     config: ConfigSource,
+    distilling: Distilling,
     say: Say,
 ) -> Generator[AbstractRounder, None, None]:
     """What rounds by a method of `METHODS`, while the `with` block runs.
 
     Args:
         rows: tokens that the model sees first; None for rtn.
+        distilling: how lkd trains.
 
     Raises:
         ValueError, InfeasibleError: see `zinf.hf.quantize`.
     """
     if rows is None:
         yield Nearest(weights)
+        return
+    if method == "lkd":
+        grids = {path: weights.grid(path) for path in choice.paths}
+        with trained_shifts(
+            model, choice, grids, rows, config, distilling, say
+        ) as shifts:
+            yield Lkd(weights, shifts, say)
         return
     with sums_over_inputs(model, choice, rows, config, say) as tensors:
         sums = Sums(tensors)

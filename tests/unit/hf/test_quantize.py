@@ -1,6 +1,7 @@
 """`zinf quantize`: weights rounded by the inputs that they see, as files have them."""
 
 import json
+import re
 from functools import partial
 
 import ml_dtypes
@@ -30,10 +31,12 @@ from safetensors.torch import load_file  # isort: skip
 
 from zinf import hf  # isort: skip
 from zinf.hf.calibration import calibration_rows, choose, sums_over_inputs  # isort: skip
+from zinf.hf.distilling import trained_shifts  # isort: skip
 from zinf.hf.export import ExportedWeights  # isort: skip
 from zinf.hf.quantized.activations import best_scales, clipped  # isort: skip
 from zinf.hf.quantized.packed import packed_words, unpacked  # isort: skip
 from zinf.hf.quantized.rounding import Grid, gptq, nearest  # isort: skip
+from zinf.hf.quantized.straight_through import rounded  # isort: skip
 
 GROUP, ROWS, LENGTH = 16, 6, 16
 LAYERS = [
@@ -94,6 +97,27 @@ def test_codes_are_those_of_a_plain_gptq(bits, inputs, group):
     # The factor of the sums has no effect: its damping is a share of the diagonal.
     again = gptq(weight, gram * np.float32(0.25), Grid(bits, group, "float32"))
     np.testing.assert_array_equal(again.codes, codes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_in_training_are_those_that_are_written_and_gradients_go_through(dtype):
+    """To the bit; a code at its limit has no gradient."""
+    weight, grid = layer(64, 12)[0].astype(ml_dtypes.finfo(dtype).dtype), None
+    grid = Grid(4, GROUP, dtype)
+    # Half of the rows have none, as at first, where largest weights are between codes.
+    shift = np.random.default_rng(0).normal(size=weight.shape).astype(np.float32)
+    shift[0, :2], shift[len(shift) // 2 :] = (20, -20), 0
+    wanted = nearest(weight.astype(np.float32), grid, shift)
+    found, pull = jax.vjp(
+        partial(jax.jit(rounded, static_argnums=0), grid), weight, shift
+    )
+    np.testing.assert_array_equal(found, wanted.plain.astype(weight.dtype))
+    of_weight, of_shift = pull(np.ones_like(weight))
+    steps = np.repeat(wanted.scales, GROUP, axis=1)
+    numbers = weight.astype(np.float32) * (1 / steps) + shift
+    steps[(numbers < -8.5) | (numbers > 7.5)] = 0
+    np.testing.assert_array_equal(of_shift, steps)
+    assert not of_weight.any() and not of_shift[0, :2].any()
 
 
 def output_error(weight, seen, rounded, group):
@@ -243,6 +267,56 @@ def test_sums_over_inputs_are_those_of_torch_and_equal_on_all_tiers(tmp_path):
         assert off(found[tiers[0]][path], wanted[path]) < 2e-6
 
 
+def test_distilled_shifts_are_equal_on_all_tiers_and_every_layers_error_falls(tmp_path):
+    """At first it is that of the weights rounded to the nearest, layer by layer."""
+    module = save(llama(), tmp_path / "model")
+    model = hf.load(tmp_path / "model")
+    files, weights = model.open_weights()
+    with files:
+        choice = choose(model, ExportedWeights(weights, model), GROUP)
+    grids = dict.fromkeys(LAYERS, Grid(4, GROUP, "float32"))
+    settings, found = hf.Distilling(steps=24, learning_rate=0.03), {}
+    tiers = ("device", "host", "nvme")
+    for tier in tiers:
+        said, given = [], (choice, grids, token_rows(), on_tier(tier, tmp_path))
+        with trained_shifts(model, *given, settings, said.append) as shifts:
+            found[tier] = [shifts.of(path) for path in LAYERS]
+        found[tier].append(said)
+    for tier in tiers[1:]:
+        jax.tree.map(
+            np.testing.assert_array_equal, found[tier][:-1], found["device"][:-1]
+        )
+        assert found[tier][-1] == said
+    for number, line in enumerate(said[-2:]):
+        assert line.startswith(f"model.layers.{number}: error")
+        first, last = map(float, re.findall(r"[\d.e-]+(?= at| in)", line))
+        assert last < 0.8 * first
+        wanted = error_by_torch(module, number, token_rows())
+        np.testing.assert_allclose(first, wanted, rtol=1e-3)
+
+
+def error_by_torch(module, number, rows):
+    """The squared error of a layer's outputs if its weights alone are rounded."""
+    block, outputs = module.model.layers[number], []
+
+    def see(_, __, output):
+        outputs.append(output if torch.is_tensor(output) else output[0])
+
+    with torch.no_grad(), block.register_forward_hook(see):
+        torch_logits(module, rows)
+        plain = {name: x.clone() for name, x in block.named_parameters()}
+        for name, x in block.named_parameters():
+            if "proj" in name:
+                rounded = nearest(
+                    x.numpy(), Grid(4, GROUP, "float32"), np.zeros(x.shape)
+                )
+                x.copy_(torch.tensor(rounded.plain))
+        torch_logits(module, rows)
+        for name, x in block.named_parameters():
+            x.copy_(plain[name])
+    return float((outputs[1] - outputs[0]).square().mean())
+
+
 def rounded_by_hand(tensors, path, bits, group=GROUP):
     """`codes * scales` of the tensors of a file."""
     words = tensors[f"{path}_packed"].numpy()
@@ -338,6 +412,11 @@ def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
         *seen, *common,
     )  # fmt: skip
     assert f"{NORMS[0]} takes the scales of 3 layers" in awq.output
+    lkd = run(
+        "quantize", folder, "--output", tmp_path / "lkd", "--method", "lkd",
+        "--lkd-steps", 120, "--lkd-learning-rate", 0.01, *seen, *common,
+    )  # fmt: skip
+    assert "120 of 120 steps" in lkd.output and "model.layers.1: error" in lkd.output
     plain = hf.load(folder)
     files, weights = plain.open_weights()
     with files:
@@ -345,7 +424,7 @@ def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
     rows = calibration_rows(plain, hf.records(data), samples=6, length=LENGTH)
     sizes, errors = [], []
     scales = scales_by_torch(folder, rows)
-    for method in ("gptq", "awq", "rtn"):
+    for method in ("gptq", "awq", "lkd", "rtn"):
         made = tmp_path / method
         tensors = load_file(made / "model.safetensors")
         sizes.append((made / "model.safetensors").stat().st_size)
@@ -367,11 +446,12 @@ def test_a_folder_has_the_codes_and_reads_back_as_codes_times_scales(tmp_path):
         errors.append(errors_of(made, params, rows))
         names = {path.name for path in made.iterdir()}
         assert {"tokenizer.json", "chat_template.jinja", "config.json"} <= names
-    assert sizes[0] == sizes[1] == sizes[2]
-    by_gptq, by_awq, by_rtn = errors
+    assert len(set(sizes)) == 1
+    by_gptq, by_awq, by_lkd, by_rtn = errors
     assert by_gptq < 0.9 * by_rtn and by_awq < 0.3 * by_rtn
+    assert by_lkd < 0.9 * by_rtn
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"model", "data.jsonl", "gptq", "awq", "rtn"}
+    assert left == {"model", "data.jsonl", "gptq", "awq", "lkd", "rtn"}
 
 
 @pytest.mark.parametrize("name", ["tied", "experts"])
@@ -437,6 +517,11 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
             folder, "--data", data, "--sequence-length", 64
         ),
         "awq without texts": command(folder, "--method", "awq"),
+        "lkd without texts": command(folder, "--method", "lkd"),
+        "steps of another method": command(folder, "--data", data, "--lkd-steps", 9),
+        "no steps": command(
+            folder, "--data", data, "--method", "lkd", "--lkd-steps", 0
+        ),
         "a method of another library": lambda: hf.quantize(
             model, output, method="hqq", group_size=GROUP
         ),

@@ -53,9 +53,18 @@ class Grid:
         least = np.float32(ml_dtypes.finfo(dtype).eps)
         return np.where(scales > 0, scales, least)
 
-    def codes(self, rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        """The nearest codes, as float32 of the shape of `rows`."""
-        return np.clip(np.rint(rows / scales), self.low, -self.low - 1)
+    def codes(
+        self, rows: np.ndarray, scales: np.ndarray, shift: np.ndarray | None = None
+    ) -> np.ndarray:
+        """The nearest codes, as float32 of the shape of `rows`.
+
+        Args:
+            shift: added to each number before it is rounded, in codes; None: nothing.
+                With one, numbers are multiplied by inverses of scales, as compilers
+                do that train the shift: a group's largest is often between two codes.
+        """
+        numbers = rows / scales if shift is None else rows * (1 / scales) + shift
+        return np.clip(np.rint(numbers), self.low, -self.low - 1)
 
 
 @dataclass(frozen=True)
@@ -87,15 +96,18 @@ class Rounded:
         return self.codes * np.repeat(self.scales, group, axis=1)
 
 
-def nearest(weight: np.ndarray, grid: Grid) -> Rounded:
+def nearest(weight: np.ndarray, grid: Grid, shift: np.ndarray | None = None) -> Rounded:
     """Each number of a weight rounded to the nearest code.
 
     Args:
         weight: float32 [outputs, inputs]; the group divides the inputs.
+        shift: as for `Grid.codes`, of the shape of `weight`. Scales are those of the
+            weight without it.
     """
     rows = weight.T.reshape(-1, grid.group, weight.shape[0])
     scales = np.stack([grid.scales(group) for group in rows])
-    codes = grid.codes(rows, scales[:, None]).reshape(-1, weight.shape[0])
+    shifts = None if shift is None else shift.T.reshape(rows.shape)
+    codes = grid.codes(rows, scales[:, None], shifts).reshape(-1, weight.shape[0])
     return Rounded.of_rows(codes, scales)
 
 
