@@ -310,7 +310,7 @@ def test_what_does_not_go_together_is_refused_by_name():
         "vespo reads the corrections of tokens": lambda: Grpo(loss_type="vespo"),
         "sapo_temperature_pos: has no effect": lambda: Grpo(sapo_temperature_pos=2.0),
         "epsilon: has no effect": lambda: Grpo(loss_type="sapo", epsilon=0.1),
-        "loss_type: has no effect": lambda: Grpo(algorithm="rloo", loss_type="dapo"),
+        "loss_type: has no effect": lambda: Grpo(algorithm="rloo", loss_type="grpo"),
         "cap: has no effect": lambda: Grpo(
             importance_sampling_correction=False, importance_sampling_cap=2.0
         ),

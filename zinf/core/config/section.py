@@ -54,9 +54,12 @@ class Section(BaseModel):
         yield from ()
 
     def asks(self, key: str) -> bool:
-        """Whether a key was given, and not as null or as a flag is anyway."""
+        """Whether a key was given, but not as null, the number 0, or as it is anyway.
+
+        So a config that was written out with all its defaults is read again.
+        """
         value, usual = getattr(self, key), type(self).model_fields[key].default
-        asks_nothing = value is None or (isinstance(value, bool) and value == usual)
+        asks_nothing = value in (None, usual) or (value == 0 and value is not False)
         return key in self.model_fields_set and not asks_nothing
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
