@@ -10,6 +10,6 @@ from tests.distributed.training import offloaded
 def test_two_processes_give_the_losses_norms_and_parameters_of_one(tmp_path):
     expected = alone(offloaded(), 2)
     # The same executable runs, and sums of two are the same in any order.
-    for process in run(2, tmp_path):
+    for process in run(2, tmp_path, "offloaded"):
         for name, found in process["offloaded"].items():
             assert found == expected[name]

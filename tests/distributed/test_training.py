@@ -15,13 +15,17 @@ from tests.distributed.processes import free_port, run_all
 from tests.distributed.training import (
     CASES,
     FP16,
+    MESHED,
     OVERFLOWS,
     PROCESSES,
+    SIGNED,
     STEPS,
     WEIGHTED_MICROBATCHES,
     fingerprint,
+    meshed,
     overflowing,
     quantized,
+    signed,
 )
 from tests.equivalence import weighted
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
@@ -33,10 +37,10 @@ FLOAT_BYTES = 4
 pytestmark = pytest.mark.slow
 
 
-def run(num_devices: int, folder: Path) -> list[dict[str, Any]]:
-    """What each process reported, by case."""
+def run(num_devices: int, folder: Path, part: str = "all") -> list[dict[str, Any]]:
+    """What each process reported of a part of `training.PARTS`, by case."""
     at, local = f"127.0.0.1:{free_port()}", str(num_devices // PROCESSES)
-    lines = [[at, str(i), local, str(folder)] for i in range(PROCESSES)]
+    lines = [[at, str(i), local, str(folder), part] for i in range(PROCESSES)]
     ended = run_all("training", lines)
     for process in ended:
         assert process.code == 0, process.output
@@ -46,7 +50,7 @@ def run(num_devices: int, folder: Path) -> list[dict[str, Any]]:
 def reports(output: str) -> dict[str, Any]:
     found = {}
     for line in output.splitlines():
-        name, start, rest = line.partition("{")
+        name, start, rest = line.partition('{"')
         if start and not name.startswith("["):
             found[name.strip()] = json.loads(start + rest)
     return found
@@ -173,3 +177,21 @@ def test_processes_set_arrays_and_restore_what_one_saved_and_what_they_saved(
     engine.evaluate(batches(1)[0])
     assert fingerprint(engine.params()) == processes[0]["3 nvme"]["params"]
     engine.close()
+
+
+def test_signs_go_between_processes_as_between_devices_to_the_bit(tmp_path):
+    """With a restore, and of what two processes saved in one."""
+    mesh = zinf.make_mesh(jax.devices()[:PROCESSES])
+    for process in run(PROCESSES, tmp_path, "signed"):
+        for kind in SIGNED:
+            assert process[kind] == signed(kind, mesh, f"{tmp_path}/{kind}")
+
+
+def test_each_axis_divides_over_processes_as_over_devices(tmp_path):
+    """To rounding: what adds up over processes does so in another order."""
+    first, second = run(DEVICES, tmp_path, "meshed")
+    assert first == second
+    for case in MESHED:
+        expected, found = meshed(*case), first[" ".join(map(str, case))]
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(found[name], expected[name], rtol=BOUND)

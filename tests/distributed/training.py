@@ -16,9 +16,18 @@ import optax
 
 import zinf
 from tests.equivalence import weighted
-from tests.equivalence.meshes import MICROBATCHES, batches, config, init, loss
+from tests.equivalence.meshes import (
+    MICROBATCHES,
+    TIERS,
+    batches,
+    config,
+    init,
+    loss,
+)
+from tests.equivalence.test_compressed_optimizers import drawn, to_targets
 from tests.equivalence.test_quantized_weights import WIDE
 from zinf.core.program import Tier
+from zinf.core.sharding import batch_share
 from zinf.distributed import AbstractGroup, Flags, Limits, find_seat, join
 
 STEPS = 3
@@ -28,6 +37,23 @@ CASES = ((3, "device"), (3, "nvme"), (2, "fused"))
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 OVERFLOWS = 2
 WEIGHTED_MICROBATCHES = (1, 4)
+# Optimizers that send signs: the stage of ZeRO, and parameters by which every phase
+# comes in a few steps. All are saved after one of the last phase.
+SIGNED = {
+    "OneBitAdam": (0, {"freeze_step": 2}),
+    "OneBitLamb": (1, {"freeze_step": 2}),
+    "ZeroOneAdam": (
+        0,
+        {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2},
+    ),
+}
+SIGNED_STEPS, SIGNED_SAVED = 9, 6
+# Networks of `tests.equivalence.networks`, meshes of four devices, and stages.
+MESHED = (
+    ("ATTENTION", "T", 3),
+    ("ROUTED", "E+d", 2),
+    ("TRANSFORMER", "S+d", 3),
+)
 
 
 def own_part(
@@ -59,8 +85,10 @@ def report(name: str, value: Any) -> None:
     print(name, json.dumps(value), flush=True)
 
 
-def main(coordinator: str, index: str, num_devices: str, folder: str) -> None:
-    """Every case, or with one device a process the offloaded step."""
+def main(
+    coordinator: str, index: str, num_devices: str, folder: str, part: str
+) -> None:
+    """One of `PARTS`."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
     # Tiers of a stage have the same executables.
     jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
@@ -68,7 +96,7 @@ def main(coordinator: str, index: str, num_devices: str, folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     seat = find_seat(Flags(coordinator, PROCESSES, int(index)), {})
     with join(seat, Limits(join_seconds=40.0)) as group:
-        (train_offloaded if num_devices == "1" else train)(group, folder)
+        PARTS[part](group, folder)
 
 
 def train(group: AbstractGroup, folder: str) -> None:
@@ -113,6 +141,50 @@ def train(group: AbstractGroup, folder: str) -> None:
     report("quantized", quantized(zinf.make_mesh(jax.devices()), group))
     in_groups = zinf.make_mesh(jax.devices(), num_replicas=PROCESSES)
     report("in groups", quantized(in_groups, group, holds_copies=True))
+
+
+def train_signed(group: AbstractGroup, folder: str) -> None:
+    mesh = zinf.make_mesh(jax.devices())
+    for kind in SIGNED:
+        report(kind, signed(kind, mesh, f"{folder}/{kind}", group))
+
+
+def signed(
+    kind: str,
+    mesh: Any,
+    saved: str,
+    group: AbstractGroup | None = None,
+) -> dict[str, Any]:
+    """Steps of an optimizer that sends signs, with a restore.
+
+    Args:
+        saved: a checkpoint, which processes make and one process finds.
+    """
+    stage, params = SIGNED[kind]
+    settings = {
+        "optimizer": {"type": kind, "params": {"lr": 1e-2, **params}},
+        "zero_optimization": {"stage": stage},
+        "persistence_threshold": 1,
+    }
+    own = slice(None)
+    if group is not None:
+        size = mesh.size // group.count
+        own = slice(group.index * size, (group.index + 1) * size)
+    given = [
+        {k: x[own] for k, x in drawn(1 + n, mesh.size).items()}
+        for n in range(SIGNED_STEPS)
+    ]
+    losses, fingerprints = [], []
+    for part in (given[:SIGNED_SAVED], given[SIGNED_SAVED:]):
+        arguments = to_targets, drawn(0), None, settings
+        with zinf.initialize(*arguments, mesh=mesh, group=group) as engine:
+            if losses:
+                engine.restore(saved)
+            losses += [engine.step(batch)["loss"] for batch in part]
+            fingerprints.append(fingerprint(engine.params()))
+            if group is not None and len(losses) == SIGNED_SAVED:
+                engine.save(saved)
+    return {"loss": losses, "params": fingerprints}
 
 
 def train_weighted(group: AbstractGroup) -> None:
@@ -228,3 +300,37 @@ def train_offloaded(group: AbstractGroup, folder: str) -> None:
     found = {k: [m[k] for m in metrics] for k in ("loss", "grad_norm")}
     report("offloaded", found | {"params": fingerprint(engine.params())})
     engine.close()
+
+
+def train_meshed(group: AbstractGroup, folder: str) -> None:
+    for case in MESHED:
+        report(" ".join(map(str, case)), meshed(*case, group=group))
+
+
+def meshed(
+    name: str, mesh: str, stage: int, group: AbstractGroup | None = None
+) -> dict[str, Any]:
+    """Steps of a network on a mesh, with accumulation and clipping."""
+    # They draw keys, before which processes must have joined.
+    from tests.equivalence import networks
+    from tests.equivalence.training import BOTH, OPTIMIZERS, Setting, mesh_of
+
+    model = getattr(networks, name)
+    setting = Setting(TIERS["device"], BOTH, mesh, stage)
+    on, tx = mesh_of(mesh), OPTIMIZERS["adam"]
+    given = model.batches(STEPS, setting.num_microbatches)
+    index, count = batch_share(on)
+    parts = [own_part(b, index, count, setting.num_microbatches) for b in given]
+    with model.start(tx, setting.config(model, ""), mesh=on, group=group) as engine:
+        metrics = [engine.step(batch) for batch in parts]
+        params = fingerprint(engine.params())
+    found = {k: [m[k] for m in metrics] for k in ("loss", "grad_norm")}
+    return found | {"params": params}
+
+
+PARTS = {
+    "all": train,
+    "offloaded": train_offloaded,
+    "signed": train_signed,
+    "meshed": train_meshed,
+}

@@ -62,9 +62,11 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "T+D": (8, {"num_tensor": 4}),
     "T+D+R": (8, {"num_tensor": 2, "num_replicas": 2}),
     "T+d": (4, {"num_tensor": 2}),
+    "E+d": (4, {"num_expert": 2}),
     "E+T": (4, {"num_expert": 2, "num_tensor": 2}),
     "E+T+D": (8, {"num_expert": 2, "num_tensor": 2}),
     "S": (4, {"num_seq": 4}),
+    "S+d": (4, {"num_seq": 2}),
     "S+D": (8, {"num_seq": 2}),
     "E+S+D": (8, {"num_expert": 2, "num_seq": 2}),
 }
