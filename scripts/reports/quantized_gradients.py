@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from flax import nnx
 
 import zinf
 from zinf.core.optim import build_schedule
 from zinf.core.optim.decision import NonFiniteError
-from zinf.models import GPT, GPTConfig, next_token_loss
+from zinf.models import GPTConfig
+from zinf.models.gpt_functions import init_and_loss
 
 SHAPE = GPTConfig(num_layers=4, num_heads=4, embed_dim=256, max_length=64)
 LAST_STEPS, BYTES = 50, 4_000_000
@@ -100,9 +100,8 @@ def losses(way: Section, num_steps: int, batch: int, seed: int) -> list[float]:
         adam = optax.adam(build_schedule(zinf.Config.load(config)))
         tx = zinf.compressed(adam, freeze_step=way[FREEZE])
     random, content, length = np.random.default_rng(seed), text(), SHAPE.max_length
-    engine = zinf.nnx.initialize(
-        next_token_loss, lambda: GPT(SHAPE, rngs=nnx.Rngs(seed)), tx, config
-    )
+    init, loss = init_and_loss(SHAPE, seed=seed)
+    engine = zinf.initialize(loss, init, tx, config)
     found = []
     with engine:
         for _ in range(num_steps):
