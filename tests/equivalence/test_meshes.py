@@ -75,6 +75,8 @@ TABLE = [
     (STACKED, "S+D", 1, "nvme", BOTH),
     (LLAMA, "S", 3, "optimizer on host", BOTH),
     (TRANSFORMER, "S+D", 0, "optimizer on host", BOTH),
+    (GPT_CAPACITY, "E+d", 3, "fused", BOTH),
+    (LLAMA, "S+d", 2, "nvme", BOTH),
 ]
 CUT_INSIDE = [
     (GPT_CAPACITY, "E+T+D", 2, "nvme", BOTH),
