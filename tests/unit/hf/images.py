@@ -26,6 +26,7 @@ TABLE: dict[str, dict[str, Any]] = json.loads(
 # Grids of images in patches, of which each 2 x 2 are a token.
 GRIDS = ((1, 4, 4), (1, 2, 4), (1, 6, 4))
 TYPES = {"gemma3": "token_type_ids"}
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def config_of(name: str, **changes: Any) -> transformers.PretrainedConfig:
@@ -136,11 +137,9 @@ def torch_loss(logits: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
 
 
 # Whoever names the tokens of images, and what else is among the words.
-MARKS = {
-    "llava": "<image>",
+MARKS = dict.fromkeys(("llava", "idefics3", "smolvlm"), "<image>") | {
     "gemma3": "<image_soft_token>",
-    "idefics3": "<image>",
-    "qwen2_vl": "<|image_pad|>",
+    **dict.fromkeys(QWEN, "<|image_pad|>"),
 }
 SPECIAL = (
     *("<start_of_image>", "<end_of_image>", "IMAGE", "<|video_pad|>"),
@@ -173,7 +172,7 @@ def tokenizer(name: str, chat: str = CHAT) -> transformers.PreTrainedTokenizerFa
     made.pre_tokenizer = WhitespaceSplit()
     places = {
         "gemma3": "<start_of_image>",
-        "qwen2_vl": f"<start_of_image> {mark} <end_of_image>",
+        **dict.fromkeys(QWEN, f"<start_of_image> {mark} <end_of_image>"),
     }
     extra = {"image_token": mark}
     if name == "gemma3":
@@ -188,45 +187,52 @@ def tokenizer(name: str, chat: str = CHAT) -> transformers.PreTrainedTokenizerFa
     )
 
 
-def processor_folder(name: str, folder: Path, chat: str = CHAT) -> Path:
-    """Tokenizer and processor of a tiny model, as a published folder has them."""
-    square = {"height": 8, "width": 8}
-    settings: dict[str, dict[str, Any]] = {
-        "llava": {"size": {"shortest_edge": 8}, "crop_size": square},
-        "gemma3": {"size": square},
-        "idefics3": {
-            "size": {"longest_edge": 16},
-            "max_image_size": {"longest_edge": 8},
-        },
-        "qwen2_vl": {
-            "size": {"shortest_edge": 64, "longest_edge": 1024},
-            "patch_size": 4,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-        },
-    }
-    kinds = {
-        "llava": ("LlavaProcessor", "CLIPImageProcessor"),
-        "gemma3": ("Gemma3Processor", "Gemma3ImageProcessor"),
-        "idefics3": ("Idefics3Processor", "Idefics3ImageProcessor"),
-        "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor"),
-    }
-    more: dict[str, dict[str, Any]] = {
-        "llava": {
+SQUARE = {"height": 8, "width": 8}
+SPLIT = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}}
+GRID = {
+    "size": {"shortest_edge": 64, "longest_edge": 1024},
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+# Classes of processor and image processor, and what is in the file of each: first that
+# of images.
+PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llava": (
+        *("LlavaProcessor", "CLIPImageProcessor"),
+        {"size": {"shortest_edge": 8}, "crop_size": SQUARE},
+        {
             "patch_size": 4,
             "vision_feature_select_strategy": "default",
             "num_additional_image_tokens": 1,
         },
-        "gemma3": {"image_seq_length": 4},
-        "idefics3": {"image_seq_len": 1},
-        "qwen2_vl": {},
-    }
-    family, image = kinds[name]
+    ),
+    "gemma3": (
+        *("Gemma3Processor", "Gemma3ImageProcessor", {"size": SQUARE}),
+        {"image_seq_length": 4},
+    ),
+    "idefics3": (
+        *("Idefics3Processor", "Idefics3ImageProcessor", SPLIT),
+        {"image_seq_len": 1},
+    ),
+    "smolvlm": (
+        *("SmolVLMProcessor", "SmolVLMImageProcessor", SPLIT),
+        {"image_seq_len": 1},
+    ),
+    "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor", GRID, {}),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", GRID, {}),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor", GRID, {}),
+}
+
+
+def processor_folder(name: str, folder: Path, chat: str = CHAT) -> Path:
+    """Tokenizer and processor of a tiny model, as a published folder has them."""
+    family, image, images, more = PROCESSORS[name]
     folder.mkdir(exist_ok=True)
     tokenizer(name, chat).save_pretrained(folder)
-    images = settings[name] | {"image_processor_type": image}
+    images = images | {"image_processor_type": image}
     (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    processor = more[name] | {"processor_class": family}
+    processor = more | {"processor_class": family}
     (folder / "processor_config.json").write_text(json.dumps(processor))
     return folder
 

@@ -17,7 +17,11 @@ from zinf.core.config.adapter import Adapter
 pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
 
 from tests.unit.hf.images import (  # isort: skip
+    CHAT,
     IMAGE,
+    MARKS,
+    PROCESSORS,
+    QWEN,
     TABLE,
     batch_of,
     config_of,
@@ -34,6 +38,7 @@ from tests.unit.hf.images import (  # isort: skip
 import jax  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
+from safetensors.torch import load_file, save_file  # isort: skip
 
 import zinf  # isort: skip
 from zinf import hf  # isort: skip
@@ -55,6 +60,7 @@ TOKENIZING = {
     "assistant_only": False,
 }
 TILED = ("idefics3", "llava")
+SPLIT = ("idefics3", "smolvlm")
 OTHERS = [name for name in TABLE if name not in FIXED]
 
 
@@ -358,8 +364,118 @@ def test_images_of_all_forms_are_read(tmp_path):
         assert np.array_equal(np.asarray(opened(one, "")), np.asarray(image))
 
 
-def test_bad_input_is_refused_by_name(tmp_path, golden):
+# Settings of an image processor that make other sizes, and others that make other
+# numbers of tokens, for models of each family.
+OTHER_SIZES = {
+    "llava": {"crop_size": {"height": 16, "width": 16}},
+    "gemma3": {"size": {"height": 16, "width": 16}},
+    **dict.fromkeys(SPLIT, {"max_image_size": {"longest_edge": 16}}),
+    **dict.fromkeys(QWEN, {"patch_size": 8}),
+}
+OTHER_COUNTS = {
+    "llava": ("processor", {"num_additional_image_tokens": 3}),
+    "gemma3": ("processor", {"image_seq_length": 5}),
+    **dict.fromkeys(SPLIT, ("processor", {"image_seq_len": 2})),
+    **dict.fromkeys(QWEN, ("preprocessor", {"merge_size": 1})),
+}
+
+
+def said(places=0, text="w1"):
+    """A question after places for images, and its answer."""
+    parts = [*[{"type": "image"}] * places, {"type": "text", "text": text}]
+    answer = {"role": "assistant", "content": "w2"}
+    return [{"role": "user", "content": parts}, answer]
+
+
+def mistakes_with(name, tmp_path):
+    """Calls that read bad input for a model of a family, by what is wrong."""
     folder, other = tmp_path / "model", tmp_path / "other"
+    config_of(name).save_pretrained(folder)
+    processor_folder(name, folder)
+    model = hf.load_with_images(folder)
+    how = ImageTokenizing.of(model, **TOKENIZING)
+    picture(0).save(tmp_path / "0.png")
+    batch, _ = batch_of(model, (0, 1))
+    data, reward = tmp_path / "data.jsonl", tmp_path / "reward.py"
+    reward.write_text("def none(completions, **_): return [0.0] * len(completions)")
+
+    def line(places, count, text="w1", how=how):
+        record = {"messages": said(places, text), "images": ["0.png"] * count}
+        how.read(record, "line 1", tmp_path)
+
+    def processor_with(file, values, chat=CHAT):
+        config_of(name).save_pretrained(other)
+        path = processor_folder(name, other, chat) / f"{file}_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        line(1, 1, how=ImageTokenizing.of(hf.load_with_images(other), **TOKENIZING))
+
+    def rows(room):
+        write(data, [{"images": ["0.png"] * 2, "messages": said()}])
+        named = {"tokenizer_files": [], "cache": tmp_path / "cache"}
+        found = tokenized([data], how, **named)
+        where = {"length": 64, "padding": 0, "first": 0, "last": 1}
+        ImageSamples(found, model, room=room, **where)
+
+    def prompts(room):
+        write(data, [{"images": ["0.png"] * 2, "prompt": said()[:1]}])
+        section = {"paths": [data], "objective": "grpo", "images": room}
+        raw = {"model": {"huggingface": str(folder)}, "train_batch_size": 2}
+        raw["data"] = section | {"sequence_length": 64}
+        raw["grpo"] = {"rewards": [f"{reward}:none"], "num_generations": 2}
+        raw["grpo"]["max_completion_length"] = 1
+        hf.Task(Config.load(raw)).dataset("train")
+
+    def mixed():
+        """A weight in the form of compressed-tensors, in files of GPTQ."""
+        make(name).save_pretrained(tmp_path / "mixed")
+        path = tmp_path / "mixed" / "model.safetensors"
+        tensors = load_file(path)
+        first = min(n for n in tensors if n.endswith("gate_proj.weight"))
+        tensors[f"{first}_packed"] = tensors.pop(first).to(torch.int32)
+        save_file(tensors, path, metadata={"format": "pt"})
+        path = path.with_name("config.json")
+        method = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | method))
+        hf.load_with_images(path.parent).check_files()
+
+    mark, is_patches = MARKS[name], name in QWEN
+    other_class, *_ = PROCESSORS["gemma3" if name == "llava" else "llava"]
+    _, image_class, settings, _ = PROCESSORS["llava" if is_patches else "qwen2_vl"]
+    other_images = settings | {"image_processor_type": image_class}
+    rows(200)
+    prompts(200)
+    return {
+        "more images than places": lambda: line(1, 2),
+        "an image is missing": lambda: line(2, 1),
+        "a place by a word of the text": lambda: line(1, 1, f"w1 {mark}"),
+        "a place by a word, and no images": lambda: line(0, 0, f"w1 {mark}"),
+        "a template without places": lambda: processor_with(
+            "processor", {}, CHAT.replace("PLACE ", "")
+        ),
+        "a grid beyond the buckets": lambda: rows(1),
+        "a grid of a prompt beyond the buckets": lambda: prompts(1),
+        "a processor of another model": lambda: processor_with(
+            "processor", {"processor_class": other_class}
+        ),
+        "an image processor of another model": lambda: processor_with(
+            "preprocessor", other_images
+        ),
+        "images of another size": lambda: processor_with(
+            "preprocessor", OTHER_SIZES[name]
+        ),
+        "other numbers of tokens": lambda: processor_with(*OTHER_COUNTS[name]),
+        "mixed quantization": mixed,
+        "a batch with too few images": lambda: model.check(
+            {n: batch[n] for n in ("input_ids", "labels")}
+        ),
+        "a batch with too many images": lambda: model.check(
+            {n: np.ones_like(x) for n, x in batch.items()}
+        ),
+    }
+
+
+def test_bad_input_is_refused_by_name(tmp_path, golden):
+    folder = tmp_path / "model"
     config_of("gemma3").save_pretrained(folder)
     processor_folder("gemma3", folder)
     model = hf.load_with_images(folder)
@@ -367,38 +483,11 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
     picture(0).save(tmp_path / "0.png")
     (tmp_path / "bad.png").write_bytes(b"no image")
     transformers.Blip2Config().save_pretrained(tmp_path / "blip")
-    batch, _ = batch_of(model, (0, 1))
+    batch, _ = batch_of(model, (1,))
 
-    def line(places, images, text="w1", **fields):
-        parts = [{"type": "image"}] * places
-        ask = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-        messages = [ask, {"role": "assistant", "content": "w2"}]
-        how.read({"messages": messages, "images": images} | fields, "line 1", tmp_path)
-
-    def processor_with(**changes):
-        config_of("gemma3").save_pretrained(other)
-        processor_folder("gemma3", other)
-        for name, values in changes.items():
-            path = other / f"{name}_config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | values))
-        found = ImageTokenizing.of(hf.load_with_images(other), **TOKENIZING)
-        ask = {"role": "user", "content": "w1"}
-        messages = [ask, {"role": "assistant", "content": "w2"}]
-        record = {"messages": messages, "images": ["0.png"]}
-        found.read(record, "line 1", tmp_path)
-
-    def rows(room):
-        record = {
-            "images": ["0.png", "0.png"],
-            "messages": [
-                {"role": "user", "content": "w1"},
-                {"role": "assistant", "content": "w2"},
-            ],
-        }
-        data = write(tmp_path / "data.jsonl", [record])
-        named = {"tokenizer_files": [], "cache": tmp_path / "cache"}
-        where = {"length": 64, "padding": 0, "first": 0, "last": 1}
-        ImageSamples(tokenized([data], how, **named), model, room=room, **where)
+    def line(image, text="w1", **fields):
+        record = {"messages": said(1, text), "images": [image]} | fields
+        how.read(record, "line 1", tmp_path)
 
     def without_processor():
         config_of("gemma3").save_pretrained(tmp_path / "none")
@@ -410,7 +499,6 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         return hf.Task(Config.load({"model": given, "data": settings}))
 
     texts = [str(write(tmp_path / "texts.jsonl", [{"text": "w1 w2"}]))]
-    rows(2)
     mistakes = {
         "a frozen tower, and no images in a command": task(
             "freeze_vision_tower", texts
@@ -425,41 +513,24 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
             "multimodal_attention", texts, images=1
         ).check_files,
         "a class that is not supported": lambda: hf.load_with_images(tmp_path / "blip"),
-        "more images than places": lambda: line(1, ["0.png", "0.png"]),
-        "an image is missing": lambda: line(2, ["0.png"]),
-        "no file": lambda: line(1, ["1.png"]),
-        "no image": lambda: line(1, [3]),
-        "an unreadable file": lambda: line(1, ["bad.png"]),
-        "an image elsewhere": lambda: line(1, ["https://example.com/0.png"]),
-        "no base64": lambda: line(1, ["data:image/png;base64,!"]),
-        "a place by a word of the text": lambda: line(
-            1, ["0.png"], text="w1 <start_of_image>"
-        ),
-        "images beside a text": lambda: line(0, ["0.png"], messages=None, text="w1"),
-        "a long sample": lambda: line(1, ["0.png"], text="w1 " * 80),
-        "a grid beyond the buckets": lambda: rows(1),
-        "a processor of another model": lambda: processor_with(
-            processor={"processor_class": "LlavaProcessor"}
-        ),
-        "images of another size": lambda: processor_with(
-            preprocessor={"size": {"height": 16, "width": 16}}
-        ),
-        "other numbers of tokens": lambda: processor_with(
-            processor={"image_seq_length": 5}
-        ),
+        "no file": lambda: line("1.png"),
+        "no image": lambda: line(3),
+        "an unreadable file": lambda: line("bad.png"),
+        "an image elsewhere": lambda: line("https://example.com/0.png"),
+        "no base64": lambda: line("data:image/png;base64,!"),
+        "images beside a text": lambda: line("0.png", messages=None, text="w1"),
+        "a long sample": lambda: line("0.png", text="w1 " * 80),
         "no processor": without_processor,
         "several samples in a row": model.check_packing,
         "dropped tokens": model.check_dropping,
-        "a batch with too few images": lambda: model.check(
-            {n: batch[n] for n in ("input_ids", "labels")}
-        ),
-        "a batch with too many images": lambda: model.check(
-            batch | {"pixel_values": np.ones_like(batch["pixel_values"])}
-        ),
         "a batch with another leaf": lambda: model.logits(
             {}, batch | {"position_ids": batch["input_ids"]}
         ),
     }
+    for name in TABLE:
+        (tmp_path / name).mkdir()
+        found = mistakes_with(name, tmp_path / name).items()
+        mistakes |= {f"{name}: {mistake}": call for mistake, call in found}
     golden.check("images.txt", refusals(mistakes, tmp_path))
     for section in (
         {"packing": True},

@@ -61,6 +61,17 @@ class AbstractKind(ABC):
         """Shapes and dtypes of those leaves, for so many pieces and tokens a row."""
 
     @abstractmethod
+    def num_made(self, images: Mapping[str, Any]) -> int:
+        """Number of pieces that the image processor of `transformers` gave.
+
+        Args:
+            images: as for `read`.
+
+        Raises:
+            ValueError: they are not what the model takes; begins with "the processor".
+        """
+
+    @abstractmethod
     def read(self, images: Mapping[str, Any], ids: np.ndarray, module: Any) -> Arrays:
         """The leaves of one row, without a dim of rows and without filling.
 

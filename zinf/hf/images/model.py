@@ -302,6 +302,20 @@ def room_of(model: ImageModel, most: int | None) -> int:
     return max(unit, -(-(most or 0) // unit) * unit)
 
 
+def check_pieces(model: ImageModel, num_pieces: int, room: int, where: str) -> None:
+    """Raise ValueError if a sample has more pieces than a row has room for.
+
+    Args:
+        where: the sample, for the message.
+    """
+    if num_pieces > room:
+        raise ValueError(
+            f"{where} has {num_pieces:,} {model.kind.pieces} of images, and "
+            f"data.images is {room:,}. Raise it, leave it out so that the files "
+            "decide, or make images smaller (the settings of the processor)."
+        )
+
+
 def _as_computed(inner: torch.nn.Module, features: Any) -> AbstractContextManager[Any]:
     """A context in which the tower does not run: its features are there."""
 

@@ -24,6 +24,7 @@ from zinf.hf.images.model import (
     load_with_images,
     room_of,
 )
+from zinf.hf.images.prompts import pieces_of
 from zinf.hf.images.samples import (
     ImageLabelledTokenizing,
     ImagePairTokenizing,
@@ -173,9 +174,7 @@ def images_in_files(objective: Objective, config: Config, say: Say) -> dict[str,
     found, seeing = [], with_images(objective)
     if objective.drawing is not None:
         model = image_model(config)
-        prompts = prompts_of(model, config)
-        tokens = [np.count_nonzero(p.tokens == model.image_token) for p in prompts]
-        return {"images": int(model.kind.num_pieces(np.array(tokens)).max())}
+        return {"images": max(pieces_of(model, prompts_of(model, config)))}
     for paths, for_evaluation in zip(splits, (False, True), strict=True):
         if paths:
             given = seeing.model(config), config, seeing.tokenizing, say

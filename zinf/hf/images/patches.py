@@ -27,6 +27,8 @@ NAME = "zinf_flash_segments"
 PIXELS, POSITIONS, SEGMENTS = "pixel_values", "patch_positions", "patch_segments"
 WINDOWS, WINDOW_SEGMENTS = "patch_windows", "window_segments"
 TAPS, WEIGHTS = "patch_taps", "patch_weights"
+# What the processor says of each image: its patches in time, height and width.
+GRID = "image_grid_thw"
 # Positions of tokens in time, height and width.
 PLACES = "position_ids"
 # The segment of filling.
@@ -90,18 +92,31 @@ class Patches(AbstractKind):
             n: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for n, x in empty.items()
         }
 
+    def num_made(self, images: Mapping[str, Any]) -> int:
+        if not images:
+            return 0
+        *_, width = np.shape(images[PIXELS])
+        if width != self.width:
+            raise ValueError(
+                f"the processor makes patches of {width} numbers, and the model takes "
+                f"{self.width}"
+            )
+        merge = self.config.vision_config.spatial_merge_size
+        for grid in np.asarray(images[GRID]):
+            if np.any(grid[1:] % merge):
+                raise ValueError(
+                    f"the processor makes grids of {' x '.join(map(str, grid[1:]))} "
+                    f"patches, and the model joins {merge} x {merge}"
+                )
+        return len(images[PIXELS])
+
     def read(self, images: Mapping[str, Any], ids: np.ndarray, module: Any) -> Arrays:
         length = len(ids)
         if not images:
             text = np.broadcast_to(np.arange(length, dtype=np.int32), (3, length))
             return self._empty(0, length) | {PLACES: text}
         pixels = np.asarray(images[PIXELS], np.float32)
-        if pixels.shape[-1] != self.width:
-            raise ValueError(
-                f"the processor makes patches of {pixels.shape[-1]} numbers, and the "
-                f"model takes {self.width}"
-            )
-        grid = torch.tensor(np.asarray(images["image_grid_thw"])).long()
+        grid = torch.tensor(np.asarray(images[GRID])).long()
         merge = self.config.vision_config.spatial_merge_size
         positions = vision_utils.get_vision_position_ids(grid, merge)
         found = {

@@ -17,6 +17,12 @@ from zinf.hf.images.reader import ImageReader, Seen
 from zinf.inference import Scored
 
 
+def pieces_of(model: ImageModel, prompts: Sequence[Prompt]) -> list[int]:
+    """Tiles or patches of the images of each prompt."""
+    tokens = [np.count_nonzero(p.tokens == model.image_token) for p in prompts]
+    return model.kind.num_pieces(np.array(tokens, np.int64)).tolist()
+
+
 class ImagesOfPrompts(AbstractBeside):
     """The images of prompts, whose `beside` has the bytes of the files.
 

@@ -1,6 +1,7 @@
 """Reads images, and conversations with images, as the processor beside a model does."""
 
 import json
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import transformers
+from transformers.models.auto.image_processing_auto import (
+    IMAGE_PROCESSOR_MAPPING_NAMES,
+)
 from transformers.models.auto.processing_auto import (
     PROCESSOR_MAPPING_NAMES,
     processor_class_from_name,
@@ -16,6 +20,7 @@ from transformers.models.auto.processing_auto import (
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zinf.hf.images.model import ImageModel
+from zinf.hf.images.placing import replaced
 from zinf.hf.images.sources import content_of, in_parts, opened
 
 FILES = ("processor_config.json", "preprocessor_config.json")
@@ -51,7 +56,9 @@ def processor_of(model: ImageModel) -> Any:
             own = {"check_argument_for_proper_class": _unchecked}
             made: Any = type(name, (family,), own)
             args = [parts.get(x) for x in family.get_attributes()]
-            return made.from_args_and_dict(args, raw)
+            # SmolVLM's class asks for this library, which is for videos alone.
+            with replaced(sys.modules[family.__module__], num2words=True):
+                return made.from_args_and_dict(args, raw)
     except Exception as error:  # Of any kind, as the files are anybody's.
         raise ValueError(
             f"{folder} has no processor of images that transformers can read: "
@@ -112,9 +119,21 @@ class ImageReader:
         except Exception as error:  # Each processor refuses images in its own way.
             raise ValueError(
                 f"{where}: the processor of {self.model.name} refuses the images: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}.{self._other_class()}"
             ) from error
         return Seen(dict(leaves), tuple(replacements))
+
+    def _other_class(self) -> str:
+        """A sentence about an image processor of another architecture, or nothing."""
+        kind = self.model.config.model_type
+        found = type(self.processor.image_processor).__name__
+        expected = IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"]
+        if found == expected:
+            return ""
+        return (
+            f" It is of another model: {found}, and models of the architecture "
+            f"{kind!r} have {expected}. Put {FILES[1]} of the model there."
+        )
 
     def read(
         self, line: Any, where: str, folder: Path | None
@@ -147,22 +166,28 @@ class ImageReader:
             ValueError: the images do not fit the model, or the places in the text.
         """
         model, kind = self.model, self.model.kind
+        word = self.processor.tokenizer.convert_ids_to_tokens(model.image_token)
+        made = sum(text.count(word) for text in seen.replacements)
+        num_tokens = int(np.count_nonzero(ids == model.image_token))
+        if num_tokens != made:
+            raise ValueError(
+                f"{where}: the text has {num_tokens:,} image tokens ({word}), and its "
+                f"{len(seen.replacements)} images have {made:,}. Use a chat template "
+                f"with a place for each image, and no {word} in a text."
+            )
         try:
-            leaves = kind.read(seen.leaves, ids, model.module)
+            tokens, pieces = kind.tokens_of
+            given = kind.num_made(seen.leaves)
+            if made * pieces != given * tokens:
+                raise ValueError(
+                    f"the processor makes {made:,} image tokens for {given:,} "
+                    f"{kind.pieces}, and the model has {tokens} for {pieces}"
+                )
+            return dict(kind.read(seen.leaves, ids, model.module))
         except ValueError as error:
             raise ValueError(
                 f"{where}: {error}. Use the processor of {model.name}."
             ) from None
-        num_tokens = int(np.count_nonzero(ids == model.image_token))
-        tokens, pieces = kind.tokens_of
-        given = len(leaves["pixel_values"])
-        if num_tokens * pieces != given * tokens:
-            raise ValueError(
-                f"{where}: the processor makes {num_tokens:,} image tokens for "
-                f"{given:,} {kind.pieces}, and the model has {tokens} for {pieces}. "
-                f"Use the processor of {model.name}."
-            )
-        return dict(leaves)
 
 
 class Layout:

@@ -12,7 +12,7 @@ import numpy as np
 from zinf.data.array_file import read_array
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
-from zinf.hf.images.model import ImageModel
+from zinf.hf.images.model import ImageModel, check_pieces
 from zinf.hf.images.reader import ImageReader
 from zinf.hf.images.sources import path_of, sources_of
 from zinf.hf.model import Model
@@ -193,15 +193,9 @@ class ImageSamples(Samples):
         self._counts = read_array(folder / COUNTS)[self.first :][: len(self)]
         self._image_ends = np.concatenate([[0], read_array(folder / ENDS)])
         pieces = self._counts[:, 2]
-        over = np.flatnonzero(pieces > room)
-        if len(over):
-            number = int(over[0])
-            raise ValueError(
-                f"Sample {self.first + number + 1} of the files has "
-                f"{pieces[number]:,} {model.kind.pieces} of images, and data.images is "
-                f"{room:,}. Raise it, leave it out so that the files decide, or make "
-                "images smaller (the settings of the processor)."
-            )
+        for over in np.flatnonzero(pieces > room).tolist():
+            sample = f"Sample {self.first + over + 1} of the files"
+            check_pieces(model, int(pieces[over]), room, sample)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`input_ids` and `labels`, int32 (length,), and `kind.leaves`."""

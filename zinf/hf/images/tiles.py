@@ -60,10 +60,17 @@ class Tiles(AbstractKind):
         del length
         return {PIXELS: jax.ShapeDtypeStruct((rows, room, *self.shape), np.float32)}
 
+    def num_made(self, images: Mapping[str, Any]) -> int:
+        return len(self._pixels(images))
+
     def read(self, images: Mapping[str, Any], ids: np.ndarray, module: Any) -> Arrays:
         del ids, module
+        return {PIXELS: self._pixels(images)}
+
+    def _pixels(self, images: Mapping[str, Any]) -> np.ndarray:
+        """Tiles, float32 (tiles, channels, height, width)."""
         if not images:
-            return {PIXELS: np.zeros((0, *self.shape), np.float32)}
+            return np.zeros((0, *self.shape), np.float32)
         pixels = np.asarray(images[PIXELS], np.float32)
         found = pixels.shape[-3:]
         if found != self.shape:
@@ -71,7 +78,7 @@ class Tiles(AbstractKind):
                 f"the processor makes images of {list(found)} (channels, height, "
                 f"width), and the model takes {list(self.shape)}"
             )
-        return {PIXELS: pixels.reshape(-1, *self.shape)}
+        return pixels.reshape(-1, *self.shape)
 
     def filled(self, leaves: Arrays, room: int, length: int) -> dict[str, np.ndarray]:
         pixels = np.zeros((room, *self.shape), np.float32)

@@ -29,8 +29,8 @@ from zinf.data.configured import batch_size
 from zinf.hf.completion import end_tokens, prompt_tokens
 from zinf.hf.engine import ModelEngine
 from zinf.hf.folder import weights_digest
-from zinf.hf.images.model import ImageModel, room_of
-from zinf.hf.images.prompts import ImagesOfPrompts
+from zinf.hf.images.model import ImageModel, check_pieces, room_of
+from zinf.hf.images.prompts import ImagesOfPrompts, pieces_of
 from zinf.hf.images.reader import ImageReader
 from zinf.hf.judge import Judge, digest_of_rewards, judges_among, load_rewards
 from zinf.hf.model import Batch, Model, Params, load
@@ -225,14 +225,18 @@ def rollouts_of(
         seed=config.data.seed,
         environment=_environment(model, config, prompts, environment),
         texts=config.run.output / TEXTS,
-        beside=_beside(model, config, length),
+        beside=_beside(model, config, prompts, length),
     )
 
 
-def _beside(model: Model, config: Config, length: int) -> ImagesOfPrompts | None:
+def _beside(
+    model: Model, config: Config, prompts: Sequence[Prompt], length: int
+) -> ImagesOfPrompts | None:
     if not isinstance(model, ImageModel):
         return None
     room = room_of(model, config.data.images)
+    for prompt, pieces in zip(prompts, pieces_of(model, prompts), strict=True):
+        check_pieces(model, pieces, room, prompt.where)
     return ImagesOfPrompts(model, room=room, length=length)
 
 

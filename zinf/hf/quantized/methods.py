@@ -44,6 +44,15 @@ METHODS = {
 }
 # Methods that names of tensors show, where config.json says nothing.
 BY_NAME = ("fp8", "mxfp4")
+# How names of tensors end that methods alone write, and no model has.
+SIGNS = {
+    ".qweight": "gptq or awq",
+    "weight_packed": "compressed-tensors",
+    "weight_scale_inv": "fp8",
+    "_proj_blocks": "mxfp4",
+    "weight.absmax": "bitsandbytes",
+    "weight.SCB": "bitsandbytes",
+}
 
 
 def plain(files: AbstractTensors, section: Section | None) -> AbstractTensors:
@@ -53,13 +62,29 @@ def plain(files: AbstractTensors, section: Section | None) -> AbstractTensors:
         section: `quantization_config` of config.json.
 
     Raises:
-        ValueError: scales are missing, or of another shape.
+        ValueError: scales are missing, or of another shape; or a tensor is of another
+            method than the section says.
     """
     methods = [section["quant_method"]] if section else BY_NAME
     made: dict[str, Packed] = {}
     for method in methods:
         made |= METHODS[method].find(files, section or {})
-    return Dequantized(files, made)
+    found = Dequantized(files, made)
+    _check_method(found, section)
+    return found
+
+
+def _check_method(tensors: AbstractTensors, section: Section | None) -> None:
+    """Refuse what a method wrote that config.json does not name."""
+    for name in tensors.specs:
+        for end, method in SIGNS.items():
+            if name.endswith(end):
+                said = section["quant_method"] if section else "none"
+                raise ValueError(
+                    f"{name} is quantized by {method}, and the method of "
+                    f"quantization_config in config.json is {said}. zinf reads one "
+                    "method in a model. Use a checkpoint of one, or that in bfloat16."
+                )
 
 
 def refusal(section: Section) -> str | None:
