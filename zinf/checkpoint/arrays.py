@@ -1,6 +1,6 @@
 """Saves and restores persistent arrays on all tiers."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -26,7 +26,7 @@ from zinf.checkpoint.stripes import (
     stripe_bytes,
 )
 from zinf.core.memory.residents import Residents
-from zinf.core.program import ArrayId, Tier
+from zinf.core.program import ArrayId, Role, Tier
 
 
 def write_arrays(
@@ -84,6 +84,7 @@ def read_arrays(
     residents: Residents,
     *,
     take_scalars: Callable[[dict[str, Any]], None] | None = None,
+    empty: Callable[[dict[str, Any]], Collection[Role]] = lambda scalars: (),
     settle: Settle | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -99,6 +100,9 @@ def read_arrays(
     Args:
         take_scalars: called with the scalars before the first array is overwritten. It
             may raise to refuse them.
+        empty: called with the scalars; the roles of arrays in which the run that saved
+            them had nothing. They stay as they are here, and may be absent there or
+            here.
         settle: called last, for each leaf of which exchanges lose something there or
             here alone; None: such a checkpoint is refused.
         verify: compare every chunk that is read with its checksum.
@@ -114,17 +118,20 @@ def read_arrays(
     with Saved(directory) as saved:
         others = other_errors(saved, residents) if settle is not None else []
         joined = {a for one in others for a in (*one.there, *one.here)}
+        nothing = empty(saved.scalars)
+
+        def is_read(array: ArrayId) -> bool:
+            return array not in joined and array.role not in nothing
+
         there, here = (
-            {a: spec for a, spec in specs.items() if a not in joined}
+            {a: spec for a, spec in specs.items() if is_read(a)}
             for specs in (saved.arrays, residents.specs)
         )
         check_same(there, here, saved.directory)
         if take_scalars is not None:
             take_scalars(saved.scalars)
         stripes: dict[ArrayId, Share] = {}
-        for share in shares_of(residents):
-            if share.array in joined:
-                continue
+        for share in filter(lambda x: is_read(x.array), shares_of(residents)):
             grid = saved.grid(share.array)
             for stripe in stripes_to_restore(share, grid, residents):
                 stripes[stripe] = share

@@ -78,7 +78,8 @@ HINTS = {
     "error": "error0, error1, ... are the error feedback of each device: those of "
     "zero_optimization.zeropp_loco_param need as many devices, in groups as large, and "
     "those of optimizers that send signs need the same optimizer.",
-    "sum": "sum is a sum of gradients: it needs forward_backward: true there and here.",
+    "sum": "sum is a sum of gradients that wait for their update: restore them with "
+    "forward_backward: true, or save after engine.optim_step().",
 }
 
 

@@ -32,6 +32,7 @@ from zinf.core.engine.random_key import (
 )
 from zinf.core.engine.recent import SameFunction
 from zinf.core.engine.runners import OtherLoss, Runners
+from zinf.core.engine.saved_scalars import roles_without_content
 from zinf.core.engine.scalars import Scalars
 from zinf.core.engine.settled_errors import settle_errors
 from zinf.core.engine.state import (
@@ -503,7 +504,7 @@ class Engine(ForwardOnly, Verbs):
         residents = self._runners.residents
         settle = partial(settle_errors, self.planner, residents, self._scalars)
         options = {"take_scalars": take, "settle": settle, "verify": verify}
-        read_arrays(directory, residents, **options)
+        read_arrays(directory, residents, empty=roles_without_content, **options)
         self._condition.mend()
 
     def _all_scalars(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zinf.core.program import Role
+
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -81,6 +83,15 @@ def parse_scalars(saved: Mapping[str, Any]) -> SavedScalars:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise damaged(f"{place}: {first['msg']}") from None
+
+
+def roles_without_content(saved: Mapping[str, Any]) -> tuple[Role, ...]:
+    """Roles of arrays that hold nothing: sums, if no gradient was added to them.
+
+    Raises:
+        ValueError: see `parse_scalars`.
+    """
+    return () if parse_scalars(saved).num_summed else (Role.SUM,)
 
 
 def damaged(found: str) -> ValueError:
