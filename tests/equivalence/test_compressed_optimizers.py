@@ -91,7 +91,7 @@ def test_all_phases_are_those_of_deepspeeds_class_also_after_a_restore(
 def config(kind: str | None, **more: Any) -> dict[str, Any]:
     found = {"mesh": {"fsdp": DEVICES}, **more}
     if kind is not None:
-        found["optimizer"] = {"type": kind, "params": OF_CONFIG[kind]}
+        found["optimizer"] = {"type": kind, "params": OF_CONFIG.get(kind, {})}
     return found
 
 
@@ -221,6 +221,27 @@ def test_one_device_adds_what_signs_lost_and_several_go_on_from_it(
     if own_momenta is not None:
         np.testing.assert_array_equal(own_momenta[0], [after["state0"]] * 2)
     trained(kind, 2, tmp_path / "later", 1, tmp_path / "again")
+
+
+def test_plain_adam_goes_on_by_signs_and_the_log_says_what_is_absent(tmp_path, caplog):
+    """Arrays and counts stay; errors begin at zero, after the warm-up as within it."""
+    rows, after = random_rows(), {}
+    for kind in ("Adam", "OneBitAdam"):
+        settings = config(kind, mesh={"fsdp": 2})
+        with zinf.initialize(square, wide, None, settings, batch=rows) as engine:
+            if after:
+                engine.restore(tmp_path / "Adam")
+                assert engine.num_steps == FREEZE + 2
+            else:
+                for _ in range(FREEZE + 2):
+                    engine.step(rows)
+            after[kind] = saved(engine, tmp_path / kind)
+            engine.step(rows)
+    errors = {n: after["OneBitAdam"].pop(n) for n in ("error0", "error1")}
+    assert not any(x.any() for x in errors.values())
+    jax.tree.map(np.testing.assert_array_equal, after["OneBitAdam"], after["Adam"])
+    assert "has no errors of what devices send by signs" in caplog.text
+    assert "1 leaves begin at zero" in caplog.text
 
 
 @pytest.mark.slow

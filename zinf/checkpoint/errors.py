@@ -1,5 +1,6 @@
 """Restores what exchanges lost on devices of another number than it was saved on."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from zinf.core.memory.residents import Residents
 from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.sharding import AbstractParts
 
+logger = logging.getLogger(__name__)
 # Called with the path of a leaf and, of one device, the errors of what several saved;
 # of several devices, with None, if they were saved on one.
 Settle = Callable[[str, list[np.ndarray] | None], None]
@@ -71,6 +73,15 @@ def join(
     Raises:
         BudgetExceeded: the host has no room for the errors of a leaf there and here.
     """
+    begun = [one.path for one in others if not one.there]
+    if begun:
+        logger.warning(
+            "Checkpoint %s has no errors of what devices send by signs (one device "
+            "saved it, or an optimizer that sends gradients as they are): those of %s "
+            "leaves begin at zero.",
+            saved.directory,
+            f"{len(begun):,}",
+        )
     for one in others:
         sizes = [saved.arrays[a].nbytes for a in one.there]
         sizes += [residents.specs[a].nbytes for a in one.here]
