@@ -14,6 +14,7 @@ from zinf.cli.places import place_of_checkpoints
 from zinf.cli.task import task_of
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import make_planner
+from zinf.core.engine.named import MASTER
 from zinf.core.interchange import find
 from zinf.core.interchange.names import Terms
 from zinf.core.interchange.place import fill
@@ -30,7 +31,7 @@ class SavedEngine(Engine):
     """
 
     saved: Saved
-    weights: str = "master"
+    weights: str = MASTER
 
     def initialize_state(self) -> None:
         """Write the parameters of the checkpoint to their tiers, in parts."""
@@ -85,7 +86,7 @@ def print_run_evaluation(
             engine.saved = saved
             engine.weights = weights or config.run.weights
             engine.prepare(batch)
-            data, _ = task.drawn(data, engine, is_training=False)
+            data, _ = task.drawn(data, engine, evaluated=MASTER)
             losses, tokens, start = [], 0, perf_counter()
             for held_out in islice(data, config.run.evaluate_batches):
                 losses.append(engine.evaluate_weighted(held_out))

@@ -20,6 +20,7 @@ from zinf.core.config import Config, Model
 from zinf.core.config.schema import BESIDE_HUGGINGFACE
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import initialize, make_planner
+from zinf.core.engine.named import MASTER
 from zinf.core.interchange import export_safetensors
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
@@ -214,11 +215,13 @@ class GptTask:
 
     def before_training(self, engine: Any, say: Callable[[str], None]) -> None: ...
 
-    def measures(self, engine: Any, batches: Any) -> tuple[()]:
+    def measures(
+        self, engine: Any, batches: Any, *, weights: str = MASTER
+    ) -> tuple[()]:
         return ()
 
     def drawn(
-        self, data: grain.IterDataset, engine: Engine, *, is_training: bool = True
+        self, data: grain.IterDataset, engine: Engine, *, evaluated: str | None = None
     ) -> tuple[grain.IterDataset, Sequence[Hook]]:
         return data, ()
 

@@ -125,7 +125,8 @@ def train_held(
         data, hooks = task.drawn(data, engine)
         if evaluation_data is not None:
             given = evaluation_data, engine
-            evaluation_data, _ = task.drawn(*given, is_training=False)
+            weights = config.run.weights
+            evaluation_data, _ = task.drawn(*given, evaluated=weights)
         output = config.run.output
         folder = place_of_checkpoints(config)
         metrics = config.run.metrics or output / METRICS
@@ -177,7 +178,9 @@ def train_held(
                     *hooks,
                     *(
                         Hook(measure, config.run.evaluate_every, at_end=True)
-                        for measure in task.measures(engine, evaluation_data)
+                        for measure in task.measures(
+                            engine, evaluation_data, weights=config.run.weights
+                        )
                     ),
                 ],
             )

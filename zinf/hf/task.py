@@ -24,6 +24,7 @@ from zinf.checkpoint import Saved
 from zinf.core.config import Config
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import make_planner
+from zinf.core.engine.named import MASTER
 from zinf.core.interchange.sources import parameters
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.optim.transforms.factory import build_optimizer
@@ -561,35 +562,35 @@ class Task:
         before(engine, config, files, say)
 
     def measures(
-        self, engine: Any, batches: Iterable[Any] | None
+        self, engine: Any, batches: Iterable[Any] | None, *, weights: str = MASTER
     ) -> tuple[Measure, ...]:
         """Measures of an evaluation beside the loss, if the objective has any.
 
-        Each adds to the metrics of a step. It has a pass of its own, with the weights
-        as trained.
+        Each adds to the metrics of a step, and has a pass of its own.
 
         Args:
             batches: those of an evaluation; None: there is none.
+            weights: the kind of weights that is evaluated, see `Engine.apply`.
         """
         if batches is None or self.objective.outputs is None:
             return ()
         function = self._applied(partial(self.objective.outputs, self.model))
-        return (partial(self._measure, engine, batches, function),)
+        apply = partial(engine.apply, function, kind=weights)
+        return (partial(self._measure, engine.planner, batches, apply),)
 
     def _measure(
         self,
-        engine: Any,
+        planner: Any,
         batches: Iterable[Any],
-        function: Callable,
+        apply: Callable,
         metrics: dict[str, Any],
     ) -> None:
         """Add the means of the measures of the objective to metrics of a step."""
         measures = self.objective.measures
         assert measures is not None, "outputs are there to be measured"
         values: dict[str, list[np.ndarray]] = {}
-        planner = engine.planner
         for batch in islice(batches, self.config.run.evaluate_batches):
-            outputs = own_rows(engine.apply(function, batch), planner.batch_share)
+            outputs = own_rows(apply(batch), planner.batch_share)
             for name, found in measures(outputs, batch).items():
                 values.setdefault(name, []).append(found)
         for name, parts in values.items():
@@ -599,19 +600,24 @@ class Task:
             metrics[f"evaluation_{name}"] = float(total / count)
 
     def drawn(
-        self, data: grain.IterDataset, engine: Any, *, is_training: bool = True
+        self, data: grain.IterDataset, engine: Any, *, evaluated: str | None = None
     ) -> tuple[grain.IterDataset, Sequence[Hook]]:
         """The batches of `dataset`, and what to call after each step.
 
         The engine draws them, or is asked of them, if the objective has it so. A
         teacher is asked in training alone: evaluations have the student's own loss.
+
+        Args:
+            evaluated: the kind of weights that the batches evaluate, see
+                `Engine.apply`; None: they are trained on.
         """
         drawing, asks = self.objective.drawing, self.objective.asks
         if asks is not None:
-            asked = asks(engine, self.model, self._applied, self.config)
+            apply = partial(engine.apply, kind=evaluated or MASTER)
+            asked = asks(apply, self.model, self._applied, self.config)
             return data.map(asked), (Hook(asked.told),)
         if drawing is None:
-            is_taught = is_training and self.config.distillation is not None
+            is_taught = evaluated is None and self.config.distillation is not None
             return engine.reference.taught(data, self.config) if is_taught else data, ()
         assert isinstance(data, AbstractRollouts), "made by `dataset`"
         found = drawing.by(data, engine, self.config)

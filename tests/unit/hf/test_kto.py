@@ -105,6 +105,20 @@ def test_desirable_answers_become_likelier_and_others_do_not(tmp_path):
 
 
 @pytest.mark.slow
+def test_evaluations_take_z_from_the_weights_that_are_evaluated(tmp_path):
+    """In the run as in `zinf evaluate`, which reads the averages of the checkpoint."""
+    options = ["run.evaluate_every=6", "data.validation_fraction=0.5"]
+    options += ["optimizer.ema=0.7", "run.weights=ema"]
+    sets = [f"--set={option}" for option in options]
+    _, metrics = tuned(tmp_path, "tuned", "--steps", 6, *sets)
+    (found,) = [m["evaluation_loss"] for m in metrics if "evaluation_loss" in m]
+    path = tmp_path / "tuned.run/finetune.yaml"
+    shown = run("evaluate", path).stdout, run("evaluate", path, "--weights=master")
+    assert f"loss {found:.6g}, " in shown[0]
+    assert f"loss {found:.6g}, " not in shown[1].stdout
+
+
+@pytest.mark.slow
 def test_losses_and_z_do_not_depend_on_microbatches_and_tiers(tmp_path):
     """A run that goes on has those of one in a piece."""
     nvme = [f"--set=memory.nvme=[{tmp_path / 'drive'}]", "--set=execution=streamed"]

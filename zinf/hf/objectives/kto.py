@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.core.config import Config
-from zinf.core.engine.engine import Engine
 from zinf.core.problem.weighted import Weighted
 from zinf.data.array_file import read_array
 from zinf.hf.batch import IGNORED
@@ -201,6 +200,7 @@ class _Asked(AbstractAsked):
     """Turns rows into batches of a step: an engine says what z is.
 
     Args:
+        apply: that of the engine, with the weights that are trained or evaluated.
         applied: from a function of the model's parameters to one of the engine's.
 
     Attributes:
@@ -209,12 +209,12 @@ class _Asked(AbstractAsked):
 
     def __init__(
         self,
-        engine: Engine,
+        apply: Callable,
         model: Model,
         applied: Applied,
         config: Config,
     ) -> None:
-        self._engine, self._function = engine, applied(_Gains(model))
+        self._apply, self._function = apply, applied(_Gains(model))
         self._leaves = (*model.scored_leaves, "reference")
         self._count = config.num_microbatches
         self.kl = 0.0
@@ -224,7 +224,7 @@ class _Asked(AbstractAsked):
             {n: batch[n][:, side] for n in self._leaves} for side in range(len(SIDES))
         )
         how = {"num_microbatches": self._count}
-        found = self._engine.apply(self._function, other, **how)
+        found = self._apply(self._function, other, **how)
         total, count = found.sum(0, dtype=np.float64)
         self.kl = max(0.0, float(total / max(1.0, count)))
         kl = np.full(len(batch["desirable"]), self.kl, np.float32)

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from zinf.core.config import Config
-from zinf.core.engine.engine import Engine
 from zinf.core.rollouts.rollouts import AbstractRollouts
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
@@ -72,9 +71,10 @@ class Objective:
             evaluation join its metrics.
         has_aux: the loss returns `(loss, aux)`.
         drawing: for batches that the model in training draws: how they are made.
-        asks: `(engine, model, applied, config) -> what` makes batches of a step from
-            those of rows, by what the model in training says of them; `applied` makes
-            a function of the engine's parameters of one of the model's.
+        asks: `(apply, model, applied, config) -> what` makes batches of a step from
+            those of rows, by what the model says of them; `apply` is that of the
+            engine, and `applied` makes a function of the engine's parameters of one of
+            the model's.
     """
 
     loss: Callable[[Model, Config], Callable]
@@ -95,7 +95,7 @@ class Objective:
     ) = None
     has_aux: bool = False
     drawing: "Drawing | None" = None
-    asks: "Callable[[Engine, Model, Applied, Config], AbstractAsked] | None" = None
+    asks: "Callable[[Callable, Model, Applied, Config], AbstractAsked] | None" = None
 
 
 class AbstractAsked(ABC):
