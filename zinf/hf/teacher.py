@@ -8,7 +8,7 @@ alone before each step, on its own tiers, and its logits are an array of the bat
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import grain
@@ -67,20 +67,27 @@ class Distilled:
 
 
 def teacher_of(config: Config, student: Model, length: int) -> Model:
-    """The teacher that a config names, without its weights.
+    """The teacher that a config names, without its weights; the same object each time.
 
     Raises:
         ValueError: it has other tokens, or reads shorter texts, than the student.
     """
     assert config.distillation is not None
-    teacher = load_as_stored(str(config.distillation.teacher))
+    teacher = _loaded(str(config.distillation.teacher), student)
+    check_length(teacher, length)
+    return teacher
+
+
+@cache
+def _loaded(name: str, student: Model) -> Model:
+    """The teacher of a student, which predicts the same tokens."""
+    teacher = load_as_stored(name)
     if teacher.vocab_size != student.vocab_size:
         raise ValueError(
             f"The teacher {teacher.name} has {teacher.vocab_size:,} words, and "
             f"{student.name} {student.vocab_size:,}. Both must predict the same tokens."
         )
     check_tokens(student, teacher, TEACHER, "--teacher, distillation.teacher")
-    check_length(teacher, length)
     return teacher
 
 

@@ -169,6 +169,8 @@ def test_a_student_learns_from_its_teacher(packing, tmp_path):
     metrics = metrics_of(tmp_path / "tuned.run")
     losses = [line["loss"] for line in metrics]
     config = Config.load(tmp_path / "tuned.run/finetune.yaml")
+    # Module and tokenizer are loaded once for all tasks of a run.
+    assert hf.Task(config)._teacher is hf.Task(config)._teacher
     rows = hf.Task(config).rows()
     batch = {n: np.stack([rows[i][n] for i in range(len(rows))]) for n in rows[0]}
     labels = torch.tensor(batch["labels"]).long()[:, 1:]
