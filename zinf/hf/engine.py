@@ -47,8 +47,9 @@ class ModelEngine(Engine):
     _model: Model
     _adapted: Adapted | None = None
     _own_decoder: Decoder | None = None
-    # A frozen copy of the model as it began, and a teacher, if there are any: from a
-    # batch to log-probabilities. And opened reward models. All are closed with it.
+    # A frozen copy of the model as it began, from a batch to log-probabilities; a
+    # teacher, which in grpo does the same and in distillation is a `teacher.Teacher`;
+    # opened reward models. All are closed with the engine.
     reference: Any = None
     teacher: Any = None
     judges: tuple[Any, ...] = ()

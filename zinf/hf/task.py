@@ -234,7 +234,7 @@ class Task:
             except InfeasibleError as error:
                 raise error.because(in_words(frozen)) from None
             stack.pop_all()
-        engine.reference = opened
+        engine.teacher = opened
         return engine
 
     def state_in_words(self, mesh: Mesh, group: AbstractGroup = ALONE) -> list[str]:
@@ -618,7 +618,7 @@ class Task:
             return data.map(asked), (Hook(asked.told),)
         if drawing is None:
             is_taught = evaluated is None and self.config.distillation is not None
-            return engine.reference.taught(data, self.config) if is_taught else data, ()
+            return engine.teacher.taught(data, self.config) if is_taught else data, ()
         assert isinstance(data, AbstractRollouts), "made by `dataset`"
         found = drawing.by(data, engine, self.config)
         return found, (found.hook,)
