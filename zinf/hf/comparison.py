@@ -7,10 +7,7 @@ versions; the verdict is remembered in the user's cache folder.
 """
 
 import hashlib
-import json
 import logging
-import os
-import tempfile
 import warnings
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -25,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 
-from zinf.core.process.user_cache import user_cache
+from zinf.core.process.user_cache import recall, remember, user_cache
 from zinf.core.sharding.mesh import first_cpu
 from zinf.hf.model import Model
 from zinf.hf.module import build, output_name
@@ -134,14 +131,12 @@ def verdict_of(model: Model, *, anew: bool = False) -> Verdict:
     except Exception as error:  # Each class refuses sizes in its own way.
         return _left(kind.__name__, NOT_TINY, error)
     place = _place(small, auto_class)
-    if not anew and place.is_file():
-        try:
-            return Verdict(**json.loads(place.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            logger.info("%s is damaged; comparing anew.", place)
+    found = None if anew else recall(place)
+    if found is not None:
+        return Verdict(**found)
     logger.info("Comparing %s with torch, once for these versions.", kind.__name__)
     verdict = compare(small, auto_class)
-    _remember(place, verdict)
+    remember(place, asdict(verdict))
     return verdict
 
 
@@ -313,15 +308,3 @@ def _place(config: transformers.PretrainedConfig, auto_class: str) -> Path:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return user_cache() / "compared" / f"{digest.hexdigest()[:32]}.json"
-
-
-def _remember(place: Path, verdict: Verdict) -> None:
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=place.parent, delete=False
-        ) as file:
-            json.dump(asdict(verdict), file)
-        os.replace(file.name, place)
-    except OSError as error:
-        logger.info("The verdict is not remembered: %s", error)
