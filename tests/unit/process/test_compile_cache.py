@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import zinf
 from zinf.core.process import compile_cache
 from zinf.core.process.compile_cache import DIRECTORY, keep_compiled, starts_folder
-from zinf.core.process.user_cache import prune
+from zinf.core.process.user_cache import own_files, prune
 
 
 @pytest.fixture
@@ -83,3 +84,12 @@ def test_what_was_used_last_is_kept_within_the_bound(tmp_path):
     }
     prune(tmp_path, max_bytes=25, max_seconds=250)
     assert {p.name for p in tmp_path.iterdir()} == {"a folder", "new", "older"}
+
+
+def test_what_starts_find_out_is_forgotten_when_any_module_changes():
+    """`machine_digest` has the content of all of them, and of the kernels."""
+    found = {path.as_posix() for path in own_files()}
+    package = Path(zinf.__file__).parent
+    names = "core/plan/choose.py", "core/process/user_cache.py", "__init__.py"
+    assert found >= {(package / name).as_posix() for name in names}
+    assert any("/zinf_kernels/attention/" in name for name in found)

@@ -48,12 +48,17 @@ def programs_name() -> str:
 @cache
 def own_digest() -> str:
     """A digest of zinf's own files: its version does not say what changed since."""
-    package = Path(__file__).parent
     digest = hashlib.sha256()
-    for folder in (package, package.with_name("zinf_kernels")):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.read_bytes())
+    for path in own_files():
+        digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def own_files() -> list[Path]:
+    """The modules of zinf and of its kernels, in order."""
+    package = Path(__file__).parents[2]
+    folders = package, package.with_name("zinf_kernels")
+    return [path for folder in folders for path in sorted(folder.rglob("*.py"))]
 
 
 def recall(file: Path) -> Any:
