@@ -73,6 +73,10 @@ class ModelEngine(Engine):
         """The adapters beside the model's frozen weights; None if all are trained."""
         return self._adapted
 
+    def applied(self, function: Callable) -> Callable:
+        """Turn a function of the model's parameters into one for `apply`."""
+        return function if self._adapted is None else self._adapted.applied(function)
+
     def step(self, batch: Any) -> dict[str, Any]:
         """Take a step; see `Engine.step`.
 
@@ -96,8 +100,7 @@ class ModelEngine(Engine):
         return self._own_decoder
 
     def _token_scores(self, temperature: float) -> Callable:
-        function = tempered(self._model.token_log_probabilities, temperature)
-        return function if self._adapted is None else self._adapted.applied(function)
+        return self.applied(tempered(self._model.token_log_probabilities, temperature))
 
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts.

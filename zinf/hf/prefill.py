@@ -153,10 +153,8 @@ class Prefill:
                 self.model, self._config, **shape, group=self._group
             )
             self._length = length
-            adapted, self._saturating = self._engine.adapted, {}
-            self._applied = self._function
-            if adapted is not None:
-                self._applied = adapted.applied(self._function)
+            self._saturating = {}
+            self._applied = self._engine.applied(self._function)
         return self._engine
 
     def run(self, rows: Sequence[Row]) -> list[Any]:

@@ -76,11 +76,12 @@ def use_of_experts(
         }
 
     with open_model(model, config, rows=1, length=rows.shape[1]) as engine:
+        applied = engine.applied(count)
         # Steps have one shape; what is left over is a step of its own.
         for first in range(0, len(rows), step):
             part = rows[first : first + step]
             batch = {"input_ids": part}
-            found = engine.apply(count, batch, num_microbatches=len(part))
+            found = engine.apply(applied, batch, num_microbatches=len(part))
             for name, counts in found.items():
                 totals[name] += np.asarray(counts, np.int64).sum(axis=0)
     return totals

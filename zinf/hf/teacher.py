@@ -6,7 +6,7 @@ and Mixture-of-Students, https://arxiv.org/abs/2201.05596). The teacher runs for
 alone before each step, on its own tiers, and its logits are an array of the batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -139,7 +139,6 @@ def open_teacher(teacher: Model, config: Config, mesh: Mesh, spec: Spec) -> Teac
 def _logits(engine: ModelEngine, count: int, batch: Mapping[str, Any]) -> Any:
     """The teacher's logits (rows, tokens, words)."""
     read = {name: x for name, x in batch.items() if name != "labels"}
-    function: Callable = engine.model.logits
-    if engine.adapted is not None:
-        function = engine.adapted.applied(function)
-    return engine.apply(function, read, num_microbatches=count)
+    return engine.apply(
+        engine.applied(engine.model.logits), read, num_microbatches=count
+    )

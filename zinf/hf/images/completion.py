@@ -78,7 +78,7 @@ class ShownImages(AbstractBeside):
     """
 
     def __init__(self, engine: ModelEngine, length: int) -> None:
-        model, adapted = engine.model, engine.adapted
+        model = engine.model
         assert isinstance(model, ImageModel)
         count = engine.planner.rule.size(Dim.BATCH)
         if count > 1:
@@ -87,8 +87,7 @@ class ShownImages(AbstractBeside):
                 "divide the rows. Use one device (mesh.fsdp 1), or mesh.tensor."
             )
         self._engine, self._model, self._length = engine, model, length
-        features = model.features
-        self._features = features if adapted is None else adapted.applied(features)
+        self._features = engine.applied(model.features)
         self._arrays: dict[str, Any] = {}
         self._decoder: Decoder | None = None
 

@@ -127,9 +127,7 @@ def _passes(engine: ModelEngine, pairs: Pairs, size: int) -> Iterator[np.ndarray
     processes make them, each with its part of the pairs.
     """
     assert engine.num_steps == 0, "the reference is the model before the first step"
-    function: Callable = Preference(engine.model).log_probabilities
-    if engine.adapted is not None:
-        function = engine.adapted.applied(function)
+    function = engine.applied(Preference(engine.model).log_probabilities)
     for start in range(0, len(pairs), size):
         # The last pass has the shape of the others: it repeats the last pair.
         numbers = np.minimum(np.arange(start, start + size), len(pairs) - 1)

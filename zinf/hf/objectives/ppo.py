@@ -96,9 +96,7 @@ def _loss(model: Any, config: Config) -> Callable:
 def _by(rollouts: PpoRollouts, engine: ModelEngine, config: Config) -> PpoRollouts:
     """Rollouts that an engine draws and its critic values; see `drawn_by`."""
     model: Any = engine.model  # As `_model` makes it.
-    adapted, function = engine.adapted, _Values(model)
-    if adapted is not None:
-        function = adapted.applied(function)
+    function = engine.applied(_Values(model))
 
     def values(batch: Mapping[str, Any]) -> Any:
         read = {"input_ids": batch["input_ids"]}
