@@ -7,8 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zinf.adapt.blocks import OF_BITS, Encoding
+from zinf.adapt.blocks import Encoding
 from zinf.adapt.contraction import Contraction, Found
+from zinf.adapt.forms import OF_BITS
 from zinf.adapt.weight import Target
 from zinf.core.config.adapter import ALL_LINEAR, Adapter
 from zinf.core.config.nearest import did_you_mean
@@ -17,12 +18,42 @@ from zinf.core.problem.source import listed
 
 
 def stored_targets(
-    quantization: WeightQuantization, found: Found, leaves: Mapping[str, Any]
+    encodings: Mapping[str, Encoding], found: Found, leaves: Mapping[str, Any]
 ) -> dict[str, Target]:
     """The weights that are stored in blocks, by key path. None gets an adapter.
 
     Args:
+        encodings: those of some weights in `found`, by key path, without stacks.
         leaves: shapes and dtypes of all parameters by key path.
+    """
+    return {
+        path: Target(
+            path=path,
+            shape=tuple(leaves[path].shape),
+            dtype=str(leaves[path].dtype),
+            contraction=found.contractions[path],
+            r=0,
+            scale=0.0,
+            is_dora=False,
+            encoding=encoding.stacked(
+                found.contractions[path].stack, tuple(leaves[path].shape)
+            ),
+        )
+        for path, encoding in encodings.items()
+    }
+
+
+def published(encodings: Mapping[str, Encoding], found: Found) -> dict[str, Encoding]:
+    """The encodings of weights that can stay as they are published, by key path.
+
+    Those of embeddings are left out: all rows would be decoded to look up some.
+    """
+    left = found.contractions.keys() - found.looked_up
+    return {path: x for path, x in encodings.items() if path in left}
+
+
+def in_groups(quantization: WeightQuantization, found: Found) -> dict[str, Encoding]:
+    """The encodings that a section of a config asks for, by key path.
 
     Raises:
         ValueError: no weight is stored in blocks, or a key matches none.
@@ -34,38 +65,32 @@ def stored_targets(
                 f"weight_quantization.post_init_quant: no linear layer has {key!r} in "
                 f"its name. They are {listed(dict.fromkeys(named.values()))}."
             )
-    targets = {}
+    encodings = {}
     for path in found.linear:
         groups = quantization.groups_of(named[path])
-        if groups is None:
-            continue
-        contraction = found.contractions[path]
-        name = OF_BITS[groups.num_bits, groups.symmetric]
-        targets[path] = Target(
-            path=path,
-            shape=tuple(leaves[path].shape),
-            dtype=str(leaves[path].dtype),
-            contraction=contraction,
-            r=0,
-            scale=0.0,
-            is_dora=False,
-            encoding=Encoding(name, groups.group_size, contraction.stack),
-        )
-    if not targets:
+        if groups is not None:
+            name = OF_BITS[groups.num_bits, groups.symmetric]
+            encodings[path] = Encoding(name, groups.group_size)
+    if not encodings:
         raise ValueError(
             "weight_quantization keeps weights of linear layers in blocks, and the "
             "model multiplies no parameter by an activation. Remove it."
         )
-    return targets
+    return encodings
 
 
 def choose_targets(
-    adapter: Adapter, found: Found, leaves: Mapping[str, Any]
+    adapter: Adapter,
+    found: Found,
+    leaves: Mapping[str, Any],
+    encodings: Mapping[str, Encoding],
 ) -> dict[str, Target]:
     """The weights that get an adapter or are stored otherwise, by key path.
 
     Args:
         leaves: shapes and dtypes of all parameters by key path.
+        encodings: of weights that are published so, by key path; `quantize_base` has
+            others in their place.
 
     Raises:
         ValueError: a name matches no weight, or the rank is too large for one.
@@ -94,30 +119,29 @@ def choose_targets(
         raise ValueError(
             "adapter.exclude_modules leaves no weight. Name fewer of them."
         )
-    encoded = () if adapter.quantize_base is None else found.linear
+    encodings = published(encodings, found)
+    if adapter.quantize_base is not None:
+        own = Encoding(adapter.quantize_base, adapter.quantize_block)
+        encodings = dict.fromkeys(found.linear, own)
+    encodings = {path: x for path, x in encodings.items() if path not in saved}
+    stored = stored_targets(encodings, found, leaves)
     targets = {}
     for path, leaf in leaves.items():
-        if path in chosen:
-            contraction = found.contractions.get(path) or _as_kernel(leaf.shape)
-            _check_rank(adapter.r, path, leaf.shape, contraction)
-        elif path in encoded and path not in saved:
-            contraction = found.contractions[path]
-        else:
+        if path not in chosen:
+            if path in stored:
+                targets[path] = stored[path]
             continue
-        rank = adapter.r if path in chosen else 0
-        encoding = None
-        if adapter.quantize_base is not None and path in encoded:
-            block = adapter.quantize_block
-            encoding = Encoding(adapter.quantize_base, block, contraction.stack)
+        contraction = found.contractions.get(path) or _as_kernel(leaf.shape)
+        _check_rank(adapter.r, path, leaf.shape, contraction)
         targets[path] = Target(
             path=path,
             shape=tuple(leaf.shape),
             dtype=str(leaf.dtype),
             contraction=contraction,
-            r=rank,
+            r=adapter.r,
             scale=_scale(adapter),
-            is_dora=adapter.use_dora and rank > 0,
-            encoding=encoding,
+            is_dora=adapter.use_dora,
+            encoding=stored[path].encoding if path in stored else None,
         )
     return targets
 

@@ -4,13 +4,21 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod, sqrt
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zinf.adapt.adapted import ADAPTER, BASE, Adapted, AdaptedFunction, Layout
-from zinf.adapt.choose import choose_targets, saved_leaves, stored_targets
+from zinf.adapt.blocks import Encoding
+from zinf.adapt.choose import (
+    choose_targets,
+    in_groups,
+    published,
+    saved_leaves,
+    stored_targets,
+)
 from zinf.adapt.contraction import find_contractions
 from zinf.adapt.weight import (
     LORA_A,
@@ -125,13 +133,20 @@ def adapt(
     adapter: Adapter | None = None,
     *,
     quantization: WeightQuantization | None = None,
+    encodings: Mapping[str, Encoding] = MappingProxyType({}),
     batch: Any,
     rng: jax.Array | None = None,
     model_state: Any = None,
     eval_loss_fn: Callable | None = None,
 ) -> Adapted:
-    """`lora` or `quantize` with the options as a section of a config."""
-    adapter = Adapter() if adapter is None else adapter
+    """`lora` or `quantize` with the options as a section of a config.
+
+    Args:
+        adapter: None: nothing is trained.
+        encodings: of weights that are published in few bits, by key path, without
+            stacks. They stay so where neither section says otherwise.
+    """
+    has_adapter, adapter = adapter is not None, adapter or Adapter()
     if adapter.lora_dropout and rng is None:
         raise ValueError(
             f"adapter.lora_dropout is {adapter.lora_dropout}, which needs a random "
@@ -148,10 +163,13 @@ def adapt(
     closed = jax.make_jaxpr(training)(abstract, *given, *(key if takes_key else ()))
     shapes = {path: tuple(spec.shape) for path, spec in specs.items()}
     found = find_contractions(closed, shapes)
-    if quantization is None:
-        targets = choose_targets(adapter, found, specs)
+    if has_adapter:
+        targets = choose_targets(adapter, found, specs, encodings)
     else:
-        targets = stored_targets(quantization, found, specs)
+        stored = published(encodings, found)
+        if quantization is not None:
+            stored |= in_groups(quantization, found)
+        targets = stored_targets(stored, found, specs)
     saved = frozenset(saved_leaves(adapter, specs))
     layout = Layout(specs, jax.tree.structure(abstract), targets, saved)
     has_key = rng is not None

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from zinf.adapt.adapted import ADAPTER, BASE, Adapted
-from zinf.adapt.blocks import CODES, LEAST, SCALES, Encoding
+from zinf.adapt.blocks import Encoding
+from zinf.adapt.forms import CODES
 from zinf.adapt.lora import first_adapter
 from zinf.adapt.weight import MAGNITUDE, WEIGHT, Target, lengths, stored, whole
 from zinf.checkpoint.grid import whole_box
@@ -37,13 +38,21 @@ class FirstState(AbstractTensors):
     Args:
         base: the user's parameters, by key path, and maybe others.
         terms: which differences between `base` and the model are accepted.
+        codes: weights that are there as they are stored, in tensors "PATH/PART" without
+            a stack; None: all weights in few bits are encoded as they are read.
 
     Raises:
         ValueError: `base` lacks a parameter, or has one of another shape or dtype.
     """
 
-    def __init__(self, adapted: Adapted, base: AbstractTensors, terms: Terms) -> None:
-        self._adapted, self._base = adapted, base
+    def __init__(
+        self,
+        adapted: Adapted,
+        base: AbstractTensors,
+        terms: Terms,
+        codes: AbstractTensors | None = None,
+    ) -> None:
+        self._adapted, self._base, self._codes = adapted, base, codes
         # The numbers of the blocks of one weight, by part, while it is read.
         self._kept: tuple[str, dict[str, np.ndarray]] | None = None
         wanted = {p: _spec(x.shape, x.dtype) for p, x in adapted.layout.specs.items()}
@@ -54,6 +63,12 @@ class FirstState(AbstractTensors):
         for path in wanted:
             for name, part, spec in self._arrays(path):
                 self.specs[name], self._source[name] = spec, (path, part)
+        # The rows of a tensor of `codes` in each row of an array that is made of it.
+        self._rows: dict[str, int] = {}
+        for name, (path, part) in self._source.items():
+            found = None if codes is None else codes.specs.get(f"{path}/{part}")
+            if found is not None:
+                self._rows[name] = found.shape[0] // self.specs[name].shape[0]
 
     def _arrays(self, path: str) -> Iterator[tuple[str, str, ArraySpec]]:
         """The name, part and spec of each array that a parameter is kept as."""
@@ -75,6 +90,10 @@ class FirstState(AbstractTensors):
     def block(self, name: str) -> tuple[int, ...]:
         path, part = self._source[name]
         sizes = tuple(max(1, size) for size in self.specs[name].shape)
+        if name in self._rows:
+            assert self._codes is not None
+            rows = self._codes.block(f"{path}/{part}")[0] // self._rows[name]
+            return (max(1, rows), *sizes[1:])
         if part == WEIGHT:
             return self._base.block(path)
         target = self._adapted.targets[path]
@@ -96,6 +115,9 @@ class FirstState(AbstractTensors):
 
     def copies_of(self, name: str) -> int:
         path, part = self._source[name]
+        if name in self._rows:
+            assert self._codes is not None
+            return self._codes.copies_of(f"{path}/{part}")
         if part == WEIGHT:
             return self._base.copies_of(path)
         if part not in (CODES, MAGNITUDE):
@@ -113,6 +135,8 @@ class FirstState(AbstractTensors):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         path, part = self._source[name]
+        if name in self._rows:
+            return self._as_stored(name, box[0])
         if part == WEIGHT:
             loaded = self._adapted.loaded
             if loaded is None or path not in self._adapted.saved:
@@ -120,9 +144,9 @@ class FirstState(AbstractTensors):
             return np.asarray(loaded[path])[tuple(slice(*edges) for edges in box)]
         if part == CODES:
             return self._encoded(path, box[0])
-        if part in (SCALES, LEAST):
-            return self._kept_part(path, part)[slice(*box[0])]
         target = self._adapted.targets[path]
+        if target.encoding is not None and part in target.encoding.names:
+            return self._kept_part(path, part)[slice(*box[0])]
         loaded = self._adapted.loaded
         if loaded is not None:
             return np.array(loaded[path][part])[slice(*box[0])]
@@ -134,6 +158,14 @@ class FirstState(AbstractTensors):
             found = first_adapter(plain, self._adapted.adapter, None)
         return np.array(found[part])[slice(*box[0])]
 
+    def _as_stored(self, name: str, rows: tuple[int, int]) -> np.ndarray:
+        """Some rows of an array of an encoding, as `codes` has them."""
+        assert self._codes is not None
+        source, each = "/".join(self._source[name]), self._rows[name]
+        rest = whole_box(self._codes.specs[source].shape)[1:]
+        found = self._codes.read(source, ((rows[0] * each, rows[1] * each), *rest))
+        return found.reshape(rows[1] - rows[0], *self.specs[name].shape[1:])
+
     def _encoded(self, path: str, rows: tuple[int, int]) -> np.ndarray:
         """Some rows of codes. The numbers of their blocks are kept until read."""
         target = self._adapted.targets[path]
@@ -141,7 +173,7 @@ class FirstState(AbstractTensors):
         shapes = target.encoding.shapes(target.shape)
         numbers = [name for name in shapes if name != CODES]
         if self._kept is None or self._kept[0] != path:
-            zeros = {name: np.zeros(shapes[name].shape, np.uint32) for name in numbers}
+            zeros = {n: np.zeros(shapes[n].shape, shapes[n].dtype) for n in numbers}
             self._kept = path, zeros
         blocks = self._blocks(path, rows)
         codes = np.empty((rows[1] - rows[0], *shapes[CODES].shape[1:]), np.uint8)
@@ -194,7 +226,9 @@ class FirstState(AbstractTensors):
         weight = self._base.read(path, (taken, *whole_box(target.shape)[1:]))
         with jax.default_device(first_cpu()):
             parts = {WEIGHT: jax.device_put(weight, first_cpu())}
-            if target.encoding is not None:
+            if f"{BASE}/{path}/{CODES}" in self._rows:
+                part = replace(part, encoding=None)  # The base has decoded it.
+            elif target.encoding is not None:
                 parts = target.encoding.encode(parts[WEIGHT])
             found = np.array(lengths(stored(whole(part, parts, target.dtype)), part))
         return found if is_by_row else found[slice(*rows)]

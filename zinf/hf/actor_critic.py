@@ -19,6 +19,7 @@ from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
 from zinf.hf.critic import Critic
 from zinf.hf.model import Batch, Model, Params
+from zinf.hf.quantized.codes import Codes
 from zinf.hf.weights import AbstractWeights
 
 CRITIC = "critic."
@@ -138,6 +139,8 @@ class JoinedWeights(AbstractWeights):
         self.specs = {name: tensors.specs[own] for name, (tensors, own) in places}
         self.unused = [p + name for p, x in parts.items() for name in x.unused]
         self.new = [p + name for p, x in parts.items() for name in x.new]
+        codes = ((p, x.codes.weights) for p, x in parts.items())
+        self.codes = Codes({p + n: w for p, own in codes for n, w in own.items()})
 
     def block(self, name: str) -> tuple[int, ...]:
         tensors, own = self._places[name]

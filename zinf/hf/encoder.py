@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
 
-from zinf.core.interchange.tensors import AbstractTensors
 from zinf.hf.folder import find_folder
 from zinf.hf.heads import HeadModel
 from zinf.hf.model import Batch, Params
 from zinf.hf.module import ENCODER, TEXT_ENCODER, read_config
+from zinf.hf.quantized.packed import Dequantized
 from zinf.hf.weights import StoredWeights
 
 # How the states of the tokens of a text become one vector: their mean, that of the last
@@ -24,7 +24,7 @@ Pooling = Literal["mean", "last", "cls"]
 class Encoder(HeadModel):
     """A model without a head; `logits` are the states of its last layer."""
 
-    def _stored(self, files: AbstractTensors) -> StoredWeights:
+    def _stored(self, files: Dequantized) -> StoredWeights:
         """The weights, without those that only a pooler has: vectors need none."""
         found = super()._stored(files)
         found.new = ()

@@ -70,7 +70,8 @@ class ModelEngine(Engine):
 
     @property
     def adapted(self) -> Adapted | None:
-        """The adapters beside the model's frozen weights; None if all are trained."""
+        """The adapters beside frozen weights, and how these are kept in few bits; None:
+        the engine has the model's parameters as they are."""
         return self._adapted
 
     def applied(self, function: Callable) -> Callable:
@@ -133,7 +134,7 @@ class ModelEngine(Engine):
                 naming = naming_of(model.module)
                 SavedAdapter(begun, {}).check_frozen(weights, naming)
             if self._adapted is not None:
-                state = FirstState(self._adapted, weights, terms)
+                state = FirstState(self._adapted, weights, terms, weights.codes)
                 names = list(state.specs)
             digests = fill(
                 self.planner,
@@ -161,7 +162,8 @@ def open_model(
     Args:
         config: budgets, folders and tiers; what it says of training has no effect.
             With a `weight_quantization` section, weights of linear layers are encoded
-            in 8 or 4 bits as they are read, and rest and move so.
+            in 8 or 4 bits as they are read, and rest and move so. Those that the files
+            have in mxfp4 or nvfp4 do so without one.
         rows, length: shape of the largest batch of all processes, for which room is
             left beside the weights.
         group: the processes that run it together; None: this one alone.
@@ -172,6 +174,7 @@ def open_model(
     """
     model = model.as_adapted()
     check_class(model)
+    model.find_weights()
     model.read_buffers()
     _, mesh = on_devices(config)
     run = running(model, config, rows=rows_of_process(mesh, rows), length=length)
@@ -249,8 +252,14 @@ def running(
                 "weight_quantization (--weight-bits) would change them. Leave it out; "
                 "an adapter of adapter.quantize_base has its base in few bits anyway."
             )
-        quantization = loaded.weight_quantization
-        adapted = adapt(loss, model.zeros, quantization=quantization, batch=batch)
+    if section is None and (loaded.weight_quantization or model.encodings):
+        adapted = adapt(
+            loss,
+            model.zeros,
+            quantization=loaded.weight_quantization,
+            encodings=model.encodings,
+            batch=batch,
+        )
     return Running(model, adapted, loaded.without_training(), loaded.execution, batch)
 
 
@@ -332,6 +341,7 @@ def initialize(
     adapted = None
     loss = model.loss if loss is None else loss
     if config.adapter is not None:
+        model.find_weights()
         adapted = adapted_model(model, config.adapter, loss=loss, batch=batch, rng=rng)
         config = adapted.config(config)
     return engine_of(
@@ -425,7 +435,8 @@ def adapted_model(
     if model.without_adapters:
         adapter = _excluding(adapter, model.without_adapters)
     loss = model.loss if loss is None else loss
-    found = adapt(loss, model.zeros, adapter, batch=batch, rng=rng)
+    named = {"encodings": model.encodings, "batch": batch, "rng": rng}
+    found = adapt(loss, model.zeros, adapter, **named)
     naming = naming_of(model.module)
     lengths = [p for p, x in found.targets.items() if x.is_dora and p in naming.tied]
     if lengths:

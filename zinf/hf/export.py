@@ -318,7 +318,7 @@ class ExportedWeights(AbstractTensors):
         """The name in files of each parameter that is written as it is."""
         conversions = {name: x.conversion for name, x in self._made_by.items()}
         return {
-            self._only_source(conversion): name
+            conversion.source: name
             for name, conversion in conversions.items()
             if conversion.converter is None
         }
@@ -326,7 +326,7 @@ class ExportedWeights(AbstractTensors):
     def block(self, name: str) -> tuple[int, ...]:
         conversion = self._made_by[name].conversion
         if conversion.converter is None:
-            source = self._only_source(conversion)
+            source = conversion.source
             if source in self._trained.specs:
                 return self._trained.block(source)
         return tuple(max(1, size) for size in self.specs[name].shape)
@@ -334,7 +334,7 @@ class ExportedWeights(AbstractTensors):
     def read(self, name: str, box: Box) -> np.ndarray:
         conversion, index = self._made_by[name].conversion, self._made_by[name].index
         if conversion.converter is None:
-            source = self._only_source(conversion)
+            source = conversion.source
             if source in self._buffers:
                 return np.ascontiguousarray(
                     self._buffers[source][tuple(slice(*edges) for edges in box)]
@@ -355,7 +355,7 @@ class ExportedWeights(AbstractTensors):
 
     def _results(self, conversion: Conversion) -> list[tuple[str, ArraySpec]]:
         if conversion.converter is None:
-            return [(conversion.name, self._spec(self._only_source(conversion)))]
+            return [(conversion.name, self._spec(conversion.source))]
         tensors = {
             pattern: [meta_tensor(self._spec(source)) for source in sources]
             for pattern, sources in conversion.sources.items()
@@ -387,10 +387,6 @@ class ExportedWeights(AbstractTensors):
             return self._trained.specs[source]
         buffer = self._buffers[source]
         return ArraySpec(buffer.shape, buffer.dtype.name, buffer.dtype.itemsize)
-
-    def _only_source(self, conversion: Conversion) -> str:
-        ((source,),) = conversion.sources.values()
-        return source
 
 
 def reversed_conversions(

@@ -19,7 +19,6 @@ import torch
 import transformers
 
 from zinf.core.interchange.names import listed
-from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.problem.cross_entropy import cross_entropy
 from zinf.core.problem.weighted import Weighted
 from zinf.core.sharding import Box
@@ -27,6 +26,7 @@ from zinf.hf.batch import IGNORED, check_tokens
 from zinf.hf.folder import find_folder
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.module import read_config
+from zinf.hf.quantized.packed import Dequantized
 from zinf.hf.weights import StoredWeights, spec_of, to_numpy
 
 # The error of modules of `transformers` that need a token of padding.
@@ -256,7 +256,7 @@ class HeadModel(Model):
                 "change the data."
             )
 
-    def _stored(self, files: AbstractTensors) -> StoredWeights:
+    def _stored(self, files: Dequantized) -> StoredWeights:
         """As `Model._stored`; weights of a new head have their initial values."""
         return _WithNewHead(files, self.module, self._seed)
 
@@ -309,7 +309,7 @@ class _WithNewHead(StoredWeights):
     """Weights of files, and initial values of what only the head has."""
 
     def __init__(
-        self, files: AbstractTensors, model: transformers.PreTrainedModel, seed: int
+        self, files: Dequantized, model: transformers.PreTrainedModel, seed: int
     ) -> None:
         super().__init__(files, model)
         absent = [n for n, _ in model.named_parameters() if n not in self.specs]

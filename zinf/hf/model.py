@@ -19,9 +19,9 @@ import torch
 import transformers
 from torchax.interop import jax_view
 
+from zinf.adapt.blocks import Encoding
 from zinf.core.interchange.names import Terms, listed, match
-from zinf.core.interchange.safetensors_files import SafetensorsFiles
-from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.interchange.safetensors_files import SUFFIX, SafetensorsFiles
 from zinf.core.problem.weighted import Weighted
 from zinf.core.program import ArraySpec
 from zinf.core.text.json_text import unreadable_object
@@ -50,6 +50,7 @@ from zinf.hf.module import (
     read_quantization,
 )
 from zinf.hf.quantized import plain
+from zinf.hf.quantized.packed import Dequantized
 from zinf.hf.rotary import each_as_last, growth_of
 from zinf.hf.weights import (
     AbstractWeights,
@@ -213,6 +214,7 @@ class Model:
         self._stored_buffers: dict[str, np.ndarray] = {}
         # The names of weights that are tied in the files and not here.
         self._parted: Mapping[str, Sequence[str]] = {}
+        self._encodings: Mapping[str, Encoding] | None = None
 
     def as_adapted(self) -> "Model":
         """The model that its adapter is for: itself, or one that ties no weights.
@@ -392,6 +394,38 @@ class Model:
             files.close()
             raise
 
+    def find_weights(self) -> None:
+        """Get the files of a quantized model of the hub: what is kept depends on them.
+
+        Raises:
+            FileNotFoundError, OSError: see `find_folder`.
+        """
+        for model in self.parts.values():
+            if read_quantization(model.folder) is not None:
+                find_folder(model.name, weights=True)
+
+    @property
+    def encodings(self) -> dict[str, Encoding]:
+        """Frozen weights that stay in few bits as the files have them, by name.
+
+        None of a model whose files are not here.
+
+        Raises:
+            FileNotFoundError, NotImplementedError, ValueError: see `open_weights`.
+        """
+        parts = self.parts.items()
+        return {p + n: x for p, model in parts for n, x in model._kept().items()}
+
+    def _kept(self) -> Mapping[str, Encoding]:
+        if self._encodings is None:
+            is_here = any(self.folder.glob(f"*{SUFFIX}"))
+            if read_quantization(self.folder) is None or not is_here:
+                return {}
+            files, weights = self.open_weights()
+            with files:
+                self._encodings = weights.codes.encodings
+        return self._encodings
+
     @property
     def terms(self) -> Terms:
         """How the files of the model may differ from it: by buffers and by rounding."""
@@ -418,7 +452,7 @@ class Model:
         with files:
             match(self.specs, weights.specs, {n: n for n in self.specs}, self.terms)
 
-    def _stored(self, files: AbstractTensors) -> StoredWeights:
+    def _stored(self, files: Dequantized) -> StoredWeights:
         """The weights of the model in its files, under the names of its parameters."""
         return StoredWeights(files, self.module, self._parted.values())
 

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
@@ -30,10 +31,14 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
+from zinf.hf.quantized.codes import Codes
+from zinf.hf.quantized.packed import Dequantized
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Two tensors in one place are compared in parts of about so many bytes.
 COMPARED_BYTES = 64 << 20
+# The operations, with their dims, that put experts and their matrices into one tensor.
+JOINING = [(MergeModulelist, 0), (Concatenate, 1)]
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
@@ -85,6 +90,30 @@ class Conversion:
         named = [dim for op in others for dim in dims(op)]
         return isinstance(first, MergeModulelist) and first.dim == 0 and 0 not in named
 
+    @property
+    def joined(self) -> list[str]:
+        """The tensors that are the result if put one after the other; empty: none.
+
+        Such are one tensor, and experts one by one, each maybe of two matrices.
+        """
+        if self.converter is None:
+            return [self.source]
+        done = [(type(x), *dims(x)) for x in self.converter.operations]
+        if done not in (
+            [(MergeModulelist, 0)],
+            [(MergeModulelist, 0), (Concatenate, 1)],
+        ):
+            return []
+        order = [p for p in self.converter.source_patterns if p in self.sources]
+        rows = zip(*(self.sources[pattern] for pattern in order), strict=True)
+        return [tensor for row in rows for tensor in row]
+
+    @property
+    def source(self) -> str:
+        """The only tensor that it is made of."""
+        ((source,),) = self.sources.values()
+        return source
+
     def run(
         self,
         tensors: Mapping[str, Sequence[torch.Tensor]],
@@ -135,10 +164,12 @@ class AbstractWeights(AbstractTensors):
         unused: tensors of the files that the model has no place for, and that it does
             not expect there.
         new: parameters that the files lack, and that have initial values.
+        codes: those that the files have in few bits, which can be kept so.
     """
 
     unused: Collection[str]
     new: Collection[str] = ()
+    codes: Codes
 
     def whole(self, name: str) -> np.ndarray:
         """All of a parameter or buffer."""
@@ -154,7 +185,7 @@ class StoredWeights(AbstractWeights):
 
     def __init__(
         self,
-        files: AbstractTensors,
+        files: Dequantized,
         model: PreTrainedModel,
         parted: Iterable[Sequence[str]] = (),
     ) -> None:
@@ -182,6 +213,14 @@ class StoredWeights(AbstractWeights):
                         self._made_by[source],
                     )
         self.specs = specs
+        joined = {name: made.joined for name, made in self._made_by.items()}
+        self.codes = Codes(
+            {
+                name: [(files.files, files.made[tensor]) for tensor in tensors]
+                for name, tensors in joined.items()
+                if tensors and all(tensor in files.made for tensor in tensors)
+            }
+        )
         for name, conversion in again:
             self._check_tied(name, conversion)
 
@@ -190,7 +229,7 @@ class StoredWeights(AbstractWeights):
         conversion = self._made_by[name]
         if conversion.converter is not None or other.converter is not None:
             return
-        sources = self._source(conversion), self._source(other)
+        sources = conversion.source, other.source
         one, two = (self._files.specs[source] for source in sources)
         if (one.shape, one.dtype) == (two.shape, two.dtype):
             height = max(1, COMPARED_BYTES * one.shape[0] // max(1, one.nbytes))
@@ -221,7 +260,7 @@ class StoredWeights(AbstractWeights):
     def block(self, name: str) -> tuple[int, ...]:
         conversion, shape = self._made_by[name], self.specs[name].shape
         if conversion.converter is None:
-            return self._files.block(self._source(conversion))
+            return self._files.block(conversion.source)
         if not shape:
             return ()
         return (1 if conversion.is_by_row else shape[0], *shape[1:])
@@ -229,7 +268,7 @@ class StoredWeights(AbstractWeights):
     def read(self, name: str, box: Box) -> np.ndarray:
         conversion = self._made_by[name]
         if conversion.converter is None:
-            return self._files.read(self._source(conversion), box)
+            return self._files.read(conversion.source, box)
         rows = slice(*box[0]) if conversion.is_by_row else slice(None)
         tensors = {
             pattern: [to_torch(self._whole(source)) for source in sources[rows]]
@@ -244,14 +283,10 @@ class StoredWeights(AbstractWeights):
         shape = self._files.specs[source].shape
         return self._files.read(source, tuple((0, size) for size in shape))
 
-    def _source(self, conversion: Conversion) -> str:
-        ((source,),) = conversion.sources.values()
-        return source
-
     def _results(self, conversion: Conversion) -> dict[str, ArraySpec]:
         specs = self._files.specs
         if conversion.converter is None:
-            return {conversion.name: specs[self._source(conversion)]}
+            return {conversion.name: specs[conversion.source]}
         tensors = {
             pattern: [meta_tensor(specs[source]) for source in sources]
             for pattern, sources in conversion.sources.items()

@@ -7,7 +7,8 @@ import pytest
 
 from tests.unit.adapt.small import BATCH, normal, two_layers, two_layers_loss
 from zinf.adapt import lora, quantize
-from zinf.adapt.blocks import NF4, OF_BITS, Encoding
+from zinf.adapt.blocks import Encoding
+from zinf.adapt.forms import FORMS, NF4, OF_BITS
 from zinf.core.segment import named_leaves
 
 
@@ -68,14 +69,20 @@ GAPS = {
     "uint8": 0.51 * 2 / 255,
     "uint4": 0.51 * 2 / 15,
     "nf4": 0.153,
+    # From 4 to 6 of 6, or from 6 to 8, which powers of 2 cut off; and a scale in float8
+    # is 1/16 off.
+    "mxfp4": 0.251,
+    "nvfp4": 0.51 * (2 / 6) * (17 / 16),
+    "nvfp4_over": 0.51 * (2 / 6) * (17 / 16),
 }
 
 
-@pytest.mark.parametrize("name", GAPS)
-def test_a_row_of_a_stack_is_decoded_alone(name):
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_row_of_a_stack_is_decoded_alone(name, is_turned):
     """Blocks do not cross rows, so a segment reads only its own layer."""
     weight = normal(1, 3, 7, 11)
-    encoding = Encoding(name, 16, 1)
+    encoding = Encoding(name, 16, 1, is_turned=is_turned)
     stored = encoding.encode(weight)
     shapes = encoding.shapes(weight.shape)
     about = {n: (x.shape, x.dtype) for n, x in stored.items()}

@@ -3,6 +3,8 @@
 import json
 import tracemalloc
 from functools import partial
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import ml_dtypes
@@ -10,7 +12,17 @@ import numpy as np
 import optax
 import pytest
 
-from tests.unit.hf.models import SMALL, VOCAB, llama, make, off, on_tier, save, tokens
+from tests.unit.hf.models import (
+    SMALL,
+    VOCAB,
+    llama,
+    make,
+    mixtral,
+    off,
+    on_tier,
+    save,
+    tokens,
+)
 
 import jax  # isort: skip
 import torch  # isort: skip
@@ -21,8 +33,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # isort:
 
 from zinf import hf  # isort: skip
 from zinf.checkpoint.grid import whole_box  # isort: skip
-from zinf.adapt.blocks import OF_BITS, Encoding  # isort: skip
+from zinf.adapt.blocks import Encoding  # isort: skip
+from zinf.adapt.forms import OF_BITS  # isort: skip
 from zinf.hf.quantized import plain, refusal  # isort: skip
+from zinf.hf.quantized.codes import Codes  # isort: skip
 from zinf.hf.weights import check_dtypes, to_torch  # isort: skip
 from zinf.core.interchange.safetensors_files import SafetensorsFiles  # isort: skip
 from zinf.core.interchange.tensors import AbstractTensors, boxes  # isort: skip
@@ -324,24 +338,116 @@ class InMemory(AbstractTensors):
         return self.arrays[name][tuple(slice(*edges) for edges in box)].copy()
 
 
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
 def to_nvfp4(tensors):
-    for name in [n for n in tensors if n.endswith("proj.weight")]:
+    """Random codes and scales, of linear layers and of experts one by one."""
+    generator = torch.Generator().manual_seed(0)
+    ends = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
+    for name in [n for n in tensors if n.endswith(ends)]:
         rows, columns = tensors[name].shape
-        tensors[name] = torch.full((rows, columns // 2), 0x21, dtype=torch.uint8)
-        scales = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-        tensors |= {f"{name}_scale": scales, f"{name}_scale_2": torch.tensor(0.5)}
+        codes = torch.randint(0, 256, (rows, columns // 2), generator=generator)
+        scales = torch.randint(40, 60, (rows, columns // 16), generator=generator)
+        tensors[name] = codes.to(torch.uint8)
+        scales = scales.to(torch.uint8).view(torch.float8_e4m3fn)
+        second = torch.rand((), generator=generator)
+        tensors |= {f"{name}_scale": scales, f"{name}_scale_2": second}
 
 
-def test_a_folder_of_modelopt_has_all_weights(tmp_path):
-    stored(
-        llama(), tmp_path, to_nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    )
-    model = hf.load(tmp_path)
-    files, weights = model.open_weights()
+def in_fp4(name):
+    """Files with one weight, how they are quantized, and bits a number that it takes.
+
+    Those of one number take 32 bits more.
+    """
+    if name == "gpt-oss":
+        tensors = {"layer.down_proj": torch.zeros(2, 64, 6)}
+        to_mxfp4(tensors)
+        return {n: x.numpy() for n, x in tensors.items()}, MXFP4, 4.25
+    if name == "modelopt":
+        tensors, section = {"proj.weight": torch.zeros(6, 64)}, NVFP4
+        to_nvfp4(tensors)
+    else:
+        tensors, section = recorded(name), CASES[name]["section"]
+    arrays = {}
+    for part, x in tensors.items():
+        is_float8 = x.dtype == torch.float8_e4m3fn
+        bits = x.view(torch.uint8).numpy() if is_float8 else x.numpy()
+        arrays[part] = bits.view(ml_dtypes.float8_e4m3fn) if is_float8 else bits
+    return arrays, section, 4.25 if name == "mxfp4" else 4.5
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "modelopt", "gpt-oss"])
+def test_codes_that_stay_as_they_are_give_the_numbers_that_are_read(name):
+    arrays, section, bits = in_fp4(name)
+    files = InMemory(arrays)
+    weights = plain(files, section)
+    ((weight, packed),) = weights.made.items()
+    codes, shape = Codes({weight: [(files, packed)]}), packed.spec.shape
+    kept = {}
+    for part, spec in codes.specs.items():
+        # Parts that begin and end within rows of the files.
+        edges = [*range(0, spec.shape[0], 3), spec.shape[0]]
+        rows = [
+            codes.read(part, (x, *whole_box(spec.shape)[1:])) for x in pairwise(edges)
+        ]
+        kept[part.rpartition("/")[2]] = np.concatenate(rows)
+        assert kept[part.rpartition("/")[2]].dtype == spec.dtype
+    whole = 32 * ("tensor_scale" in kept)
+    assert 8 * sum(x.nbytes for x in kept.values()) == bits * prod(shape) + whole
+    found = codes.encodings[weight].decode(kept, shape)
+    wanted = weights.read(weight, whole_box(shape)).astype(np.float32)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "change", "section", "bits", "dtype"),
+    [
+        (llama, to_nvfp4, NVFP4, 4.5, "bfloat16"),
+        (mixtral, to_nvfp4, NVFP4, 4.5, "float32"),
+        (gpt_oss, to_mxfp4, MXFP4, 4.25, "float32"),
+    ],
+    ids=["nvfp4", "nvfp4, experts one by one", "mxfp4, turned experts"],
+)
+def test_published_weights_of_4_bits_rest_and_move_so(
+    config, change, section, bits, dtype, tmp_path
+):
+    """Logits are those of the decoded weights, to the bit, on all tiers."""
+    tensors = stored(config(), tmp_path / "model", change, section)
+    model, batch = hf.load(tmp_path / "model", dtype=dtype), {"input_ids": tokens()}
+    itemsize, tx = np.dtype(dtype).itemsize, optax.adam(1e-2)
+    with hf.initialize(model, tx, on_tier("host", tmp_path), batch=batch) as engine:
+        # All are trained, so they are decoded.
+        params = {name: engine.get(name) for name in model.specs}
+        wanted = engine.apply(model.logits, batch)
+    assert model.encodings
+    numel = sum(params[name].size for name in model.encodings)
+    nbytes = itemsize * (model.num_parameters - numel) + numel * bits / 8
+    nbytes += 4 * len([name for name in tensors if name.endswith("_scale_2")])
+    texts = []
+    for tier in ("device", "host", "nvme"):
+        with hf.open_model(model, on_tier(tier, tmp_path), rows=4, length=16) as engine:
+            found = engine.apply(engine.adapted.applied(model.logits), batch)
+            np.testing.assert_array_equal(found, wanted)
+            texts.append(engine.generate(PROMPTS, max_new_tokens=8, rows=4))
+            held = engine.plan.home_bytes[Tier[tier.upper()]]
+        # The device also has the table of each weight, 256 pairs of numbers.
+        assert held == nbytes or tier == "device"
+    assert texts[1:] == texts[:1] * 2
+    config = on_tier("nvme", tmp_path) | {"adapter": {"r": 2}}
+    with hf.initialize(model, tx, config, batch=batch) as engine:
+        # The merged weights, before a step: what transformers would decode.
+        hf.export(engine, tmp_path / "merged")
+        losses = [engine.step(batch)["loss"] for _ in range(3)]
+    assert losses[2] < losses[0]
+    merged = hf.load(tmp_path / "merged")
+    assert not merged.encodings
+    files, weights = merged.open_weights()
     with files:
-        assert weights.specs.keys() == model.specs.keys()
-        found = weights.whole("model.layers.1.mlp.down_proj.weight")
-    np.testing.assert_array_equal(found[:, :2], [[0.25, 0.5]] * len(found))
+        for name, value in params.items():
+            found = weights.whole(name).astype(dtype)
+            np.testing.assert_array_equal(found, value, err_msg=name)
 
 
 def test_weights_of_modelopt_are_codes_times_two_scales_and_float8_one():
@@ -450,14 +556,25 @@ def to_int8(tensors):
         tensors |= {name: codes, f"{name}_scale": scales}
 
 
-def test_adapters_train_over_a_model_in_int8(tmp_path):
-    section = CASES["int 8"]["section"]
-    tensors = stored(llama(), tmp_path, to_int8, section)
+@pytest.mark.parametrize(
+    ("change", "section", "is_kept"),
+    [
+        (to_int8, CASES["int 8"]["section"], False),
+        (to_nvfp4, NVFP4, True),
+    ],
+    ids=["int8", "nvfp4"],
+)
+def test_adapters_train_over_a_model_in_few_bits(change, section, is_kept, tmp_path):
+    tensors = stored(llama(), tmp_path, change, section)
     model, batch = hf.load(tmp_path), {"input_ids": tokens()}
     config = on_tier("host", tmp_path) | {"adapter": {"r": 2}}
     with hf.initialize(model, optax.adam(1e-2), config, batch=batch) as engine:
         name = "model.layers.1.mlp.down_proj.weight"
-        wanted = tensors[name] * tensors[f"{name}_scale"]
-        assert np.array_equal(engine.get(f"base/{name}"), wanted.numpy())
+        if is_kept:
+            scales = tensors[f"{name}_scale"].view(torch.uint8).reshape(-1)
+            assert np.array_equal(engine.get(f"base/{name}/scales"), scales)
+        else:
+            wanted = tensors[name] * tensors[f"{name}_scale"]
+            assert np.array_equal(engine.get(f"base/{name}"), wanted.numpy())
         losses = [engine.step(batch)["loss"] for _ in range(3)]
     assert losses[2] < losses[0]

@@ -24,6 +24,7 @@ from zinf.hf.quantized.packed import (
     check_shape,
     float32,
     read_floats,
+    read_run,
     read_whole,
     rows_of_part,
 )
@@ -101,9 +102,7 @@ class Blocks(Packed):
         first, last = low * width, high * width
         # Whole bytes, of two codes each.
         start, stop = first // 2, -(-last // 2)
-        shape = files.specs[self.parts[0]].shape
-        run = ((start, stop), *((0, n) for n in shape[1:]))
-        codes = files.read(self.parts[0], run).reshape(-1).view(np.uint8)
+        codes = read_run(files, self.parts[0], start, stop).view(np.uint8)
         numbers = read_floats(files, self.parts[3])
         pairs = np.stack(
             [numbers[np.arange(256) >> 4], numbers[np.arange(256) & 15]], 1

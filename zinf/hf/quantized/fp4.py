@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zinf.adapt.blocks import Encoding
+from zinf.adapt.forms import Name
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.sharding import Box
 from zinf.hf.quantized.fp8 import factors
@@ -37,7 +39,7 @@ def of_codes(
     """
     scales, whole = f"{name}{SCALE}", f"{name}{second}"
     rows, width = files.specs[codes].shape
-    shape = files.specs[scales].shape
+    shape, dtype = files.specs[scales].shape, files.specs[scales].dtype
     if len(shape) != 2 or shape[0] != rows or not shape[1] or 2 * width % shape[1]:
         raise ValueError(
             f"{scales} is {list(shape)}, and {codes} is {[rows, width]}: it needs a "
@@ -49,7 +51,14 @@ def of_codes(
             "does not read. Use the checkpoint in bfloat16."
         )
     parts = [codes, scales, *([whole] if whole in files.specs else [])]
-    return Fp4(tuple(parts), float32(rows, 2 * width), divides)
+    forms: dict[tuple[str, bool], Name] = {
+        ("uint8", False): "mxfp4",
+        ("float8_e4m3fn", False): "nvfp4",
+        ("float8_e4m3fn", True): "nvfp4_over" if divides else "nvfp4",
+    }
+    form, block = forms.get((dtype, len(parts) > 2)), 2 * width // shape[1]
+    encoding = None if form is None or block % 2 else Encoding(form, block)
+    return Fp4(tuple(parts), float32(rows, 2 * width), divides, encoding=encoding)
 
 
 @dataclass(frozen=True)

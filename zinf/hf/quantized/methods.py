@@ -55,7 +55,7 @@ SIGNS = {
 }
 
 
-def plain(files: AbstractTensors, section: Section | None) -> AbstractTensors:
+def plain(files: AbstractTensors, section: Section | None) -> Dequantized:
     """The tensors of files, where quantized ones are plain numbers.
 
     Args:

@@ -10,6 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from zinf.adapt.blocks import Encoding
+from zinf.adapt.forms import FP4
 from zinf.checkpoint.grid import whole_box
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.program import ArraySpec
@@ -18,8 +20,6 @@ from zinf.hf.quantized.fp8 import factors
 from zinf.hf.quantized.packed import Packed
 
 BLOCKS, SCALES = "_blocks", "_scales"
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-FP4 = np.array([*MAGNITUDES, *(-x for x in MAGNITUDES)], np.float32)
 # The two numbers of each byte; the first is in the low half.
 PAIRS = np.stack([FP4[np.arange(256) & 15], FP4[np.arange(256) >> 4]], axis=1)
 
@@ -41,7 +41,9 @@ def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Exper
         # The files have outputs before inputs, and the model the other order.
         count, rows, groups, width = spec.shape
         made = ArraySpec((count, 2 * groups * width, rows), "bfloat16", 2)
-        found[plain] = Experts((name, f"{plain}{SCALES}"), made)
+        encoding = Encoding("mxfp4", 2 * width, is_turned=True)
+        parts = (name, f"{plain}{SCALES}")
+        found[plain] = Experts(parts, made, encoding=encoding)
     return found
 
 

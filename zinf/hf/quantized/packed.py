@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
+from zinf.adapt.blocks import Encoding
 from zinf.checkpoint.grid import whole_box
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.program import ArraySpec
@@ -22,10 +23,13 @@ class Packed(ABC):
     Attributes:
         parts: the names of these tensors; the first one has the codes.
         spec: of the weight.
+        encoding: how zinf keeps the codes as they are, in arrays made of `parts` in
+            turn; None: it does not.
     """
 
     parts: tuple[str, ...]
     spec: ArraySpec
+    encoding: Encoding | None = field(default=None, kw_only=True)
 
     @property
     @abstractmethod
@@ -45,11 +49,11 @@ class Dequantized(AbstractTensors):
     """The tensors of files, some of which are made of several.
 
     Args:
-        made: the weights that are, by name.
+        made: the weights that are, by the name of the tensor.
     """
 
     def __init__(self, files: AbstractTensors, made: Mapping[str, Packed]) -> None:
-        self._files, self._made = files, made
+        self.files, self.made = files, made
         first = {packed.parts[0]: name for name, packed in made.items()}
         others = {part for packed in made.values() for part in packed.parts}
         specs: dict[str, ArraySpec] = {}
@@ -61,18 +65,18 @@ class Dequantized(AbstractTensors):
         self.specs = specs
 
     def block(self, name: str) -> tuple[int, ...]:
-        packed = self._made.get(name)
-        return self._files.block(name) if packed is None else packed.block(self._files)
+        packed = self.made.get(name)
+        return self.files.block(name) if packed is None else packed.block(self.files)
 
     def copies_of(self, name: str) -> int:
-        packed = self._made.get(name)
-        return self._files.copies_of(name) if packed is None else packed.copies
+        packed = self.made.get(name)
+        return self.files.copies_of(name) if packed is None else packed.copies
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        packed = self._made.get(name)
+        packed = self.made.get(name)
         if packed is None:
-            return self._files.read(name, box)
-        return packed.read(self._files, box)
+            return self.files.read(name, box)
+        return packed.read(self.files, box)
 
 
 def float32(*shape: int) -> ArraySpec:
@@ -85,6 +89,22 @@ def read_whole(files: AbstractTensors, name: str) -> np.ndarray:
 
 def read_floats(files: AbstractTensors, name: str) -> np.ndarray:
     return read_whole(files, name).astype(np.float32)
+
+
+def read_run(files: AbstractTensors, name: str, low: int, high: int) -> np.ndarray:
+    """Some elements of a tensor that lie side by side, numbered in C order: [n]."""
+    shape, lead, first, each = files.specs[name].shape, [], 0, 1
+    for dim in range(len(shape)):
+        each = prod(shape[dim + 1 :])
+        first, last = low // each, -(-high // each)
+        lead.append((first, last))
+        if last - first > 1:
+            break
+        low, high = low - first * each, high - first * each
+        first = 0
+    rest = whole_box(shape)[len(lead) :]
+    found = files.read(name, (*lead, *rest)).reshape(-1)
+    return found[low - first * each : high - first * each]
 
 
 def rows_of_part(files: AbstractTensors, name: str, plain: ArraySpec) -> int:
