@@ -54,7 +54,13 @@ CASES = {
     "broadcast_in_dim": (lambda x: jnp.broadcast_to(x[:, None], (4, 2, 6, 8)), F),
     "transpose": (lambda x: x.transpose(2, 0, 1), F),
     "squeeze": (lambda x: x[:, :1].squeeze(1), F),
-    "reshape": (lambda x: x.reshape(24, 8).reshape(4, 3, 16), F),
+    "reshape": (
+        lambda x: (
+            x.reshape(24, 8).reshape(4, 3, 16),
+            lax.reshape(x, (4, 48), (1, 0, 2)),
+        ),
+        F,
+    ),
     "slice": (lambda x: x[:, ::2, 2:], F),
     "dynamic_slice": (lambda x: lax.dynamic_slice(x, (0, 1, 0), (4, 2, 8)), F),
     "pad": (lambda x: jnp.pad(x, [(0, 0), (1, 0), (0, 0)]), F),

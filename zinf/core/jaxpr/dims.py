@@ -21,6 +21,7 @@ from zinf.core.jaxpr.primitives import (
     VIEWS,
     Factor,
     factors,
+    keeps_order,
     offset_dims,
 )
 
@@ -143,7 +144,8 @@ def _moved(equation: Equation, dims: Dims, shape: Shape) -> Dims:
     if equation.primitive.name in SAME:
         return dims
     if equation.primitive.name == "reshape":
-        return reshaped(dims, shape, new) or ((),) * len(new)
+        kept = reshaped(dims, shape, new) if keeps_order(equation) else None
+        return kept or ((),) * len(new)
     places = {f.result: f.operands[0] for f in factors(equation) if 0 in f.operands}
     return tuple(dims[places[d]] if d in places else () for d in range(len(new)))
 

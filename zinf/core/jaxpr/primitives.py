@@ -128,6 +128,11 @@ def _reduce_sum(equation: Equation) -> list[Factor]:
     return _without(equation, equation.params["axes"], "")
 
 
+def keeps_order(reshape: Equation) -> bool:
+    """Whether a reshape leaves entries in their order, and permutes no dims before."""
+    return reshape.params["dimensions"] is None
+
+
 def _reshape(equation: Equation) -> list[Factor]:
     """The factors of a reshape: dims whose blocks stay contiguous.
 
@@ -135,7 +140,7 @@ def _reshape(equation: Equation) -> list[Factor]:
     """
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     places = {}
-    for dim, size in enumerate(old):
+    for dim, size in enumerate(old if keeps_order(equation) else ()):
         for to, length in enumerate(new):
             fits = size and length > 1 and not (length % size and size % length)
             if fits and prod(new[:to]) == prod(old[:dim]):
