@@ -9,6 +9,7 @@ from zinf.core.jaxpr.graph import flatten as flatten
 from zinf.core.jaxpr.graph import inline_all as inline_all
 from zinf.core.jaxpr.graph import inlined as inlined
 from zinf.core.jaxpr.graph import variables as variables
+from zinf.core.jaxpr.graph import written as written
 from zinf.core.jaxpr.passed import passed as passed
 from zinf.core.jaxpr.share import Body as Body
 from zinf.core.jaxpr.share import Piece as Piece

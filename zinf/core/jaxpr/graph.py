@@ -89,7 +89,7 @@ def flatten(
         stacked: inputs that may be stacked over layers. A scan over one of them is
             unrolled to one copy of its body for each iteration.
     """
-    return _written(_Flattener(inline_remat, frozenset(stacked)), closed)
+    return written(_Flattener(inline_remat, frozenset(stacked)), closed)
 
 
 def inline_all(closed: Any) -> Graph:
@@ -97,7 +97,7 @@ def inline_all(closed: Any) -> Graph:
 
     `custom_jvp`, `custom_vjp` and `jax.checkpoint` are inlined too.
     """
-    return _written(_Inliner(), closed)
+    return written(_Inliner(), closed)
 
 
 def inlined(graph: Graph) -> Graph:
@@ -110,7 +110,7 @@ def inlined(graph: Graph) -> Graph:
     return Graph(graph.invars, tuple(outvars), equations, emitter.consts)
 
 
-def _written(emitter: Emitter, closed: Any) -> Graph:
+def written(emitter: Emitter, closed: Any) -> Graph:
     """The program that an emitter writes for a closed jaxpr, without dead code."""
     jaxpr, consts = open_jaxpr(closed)
     emitter.consts.update(zip(jaxpr.constvars, consts, strict=True))

@@ -23,19 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zinf.core.jaxpr import trace
-from zinf.core.jaxpr.compat import (
-    Atom,
-    Equation,
-    Literal,
-    Var,
-    build_jaxpr,
-    evaluate,
-    open_jaxpr,
-    with_inner,
-)
+from zinf.core.jaxpr import Graph, written
+from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var, open_jaxpr, with_inner
 from zinf.core.jaxpr.dims import factor_of
 from zinf.core.jaxpr.emit import Emitter
+from zinf.core.jaxpr.rewrite import rewriting, rewritten_program
 from zinf.core.jaxpr.walk import CUSTOM, REMAT, Inner, inner
 from zinf.core.problem.source import named_leaves
 from zinf.core.sharding import AxisRule, Dim, batch_dims
@@ -56,33 +48,14 @@ def along_sequence(loss: Callable, rule: AxisRule) -> Callable:
     if not rule.axes(Dim.SEQUENCE):
         return loss
 
-    def cut_loss(params: Any, batch: Any, *rest: Any) -> Any:
-        arguments = params, batch, *rest
-        abstract = [_abstract(x) for x in jax.tree.leaves(arguments)]
-        structure = jax.tree.structure(arguments)
-        closed, shapes = trace(loss, *jax.tree.unflatten(structure, abstract))
-        jaxpr, consts = open_jaxpr(closed)
+    def write(closed: Any, arguments: Sequence[Any]) -> Graph:
+        params, batch, *_ = arguments
         first = len(jax.tree.leaves(params))
-        marks = {
-            v: marked
-            for v, marked in zip(
-                jaxpr.invars[first:], _batch_marks(batch, rule), strict=False
-            )
-            if marked
-        }
-        emitter = _Cutter(rule, marks)
-        emitter.consts.update(zip(jaxpr.constvars, consts, strict=True))
-        outvars = emitter.inline(jaxpr, {v: v for v in jaxpr.invars})
-        leaves = emitter.run(jaxpr.invars, outvars, jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        of_batch = open_jaxpr(closed)[0].invars[first:]
+        pairs = zip(of_batch, _batch_marks(batch, rule), strict=False)
+        return written(_Cutter(rule, {v: marks for v, marks in pairs if marks}), closed)
 
-    return cut_loss
-
-
-def _abstract(value: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(value)
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+    return rewriting(loss, write)
 
 
 def _batch_marks(batch: Any, rule: AxisRule) -> list[Marks]:
@@ -110,13 +83,6 @@ class _Cutter(Emitter):
             Mark.HEADS: rule.axes(Dim.HEADS),
         }
         self.size = rule.size(Dim.SEQUENCE)
-
-    def run(
-        self, invars: Sequence[Var], outvars: Sequence[Atom], arguments: Sequence[Any]
-    ) -> list[Any]:
-        """Evaluates the program that was written."""
-        jaxpr = build_jaxpr((*self.consts, *invars), outvars, self.equations)
-        return evaluate(jaxpr, (*self.consts.values(), *arguments))
 
     def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
         equation = equation.replace(invars=arguments)
@@ -337,16 +303,10 @@ class _Cutter(Emitter):
         self, closed: Any, inside: Sequence[Marks]
     ) -> tuple[Any, list[Marks]]:
         """A closed jaxpr with constraints, and the marks of its results."""
-        jaxpr, consts = open_jaxpr(closed)
-        pairs = zip(jaxpr.invars, inside, strict=True)
+        pairs = zip(open_jaxpr(closed)[0].invars, inside, strict=True)
         emitter = _Cutter(self.rule, {v: marks for v, marks in pairs if marks})
-        emitter.consts.update(zip(jaxpr.constvars, consts, strict=True))
-        outvars = emitter.inline(jaxpr, {v: v for v in jaxpr.invars})
-        body, _ = trace(
-            lambda *values: emitter.run(jaxpr.invars, outvars, values),
-            *map(_of_variable, jaxpr.invars),
-        )
-        return body, [emitter.known(a) for a in outvars]
+        body, outputs = rewritten_program(emitter, closed)
+        return body, [emitter.known(a) for a in outputs]
 
 
 def _marked(mark: Mark, dim: int | None) -> Marks:
@@ -359,9 +319,3 @@ def _repeated(x_BTKH: jax.Array, copies: int) -> jax.Array:
 
 def _moved(marks: Mapping[Mark, int], by: int) -> Marks:
     return {mark: dim + by for mark, dim in marks.items() if dim + by >= 0}
-
-
-def _of_variable(variable: Var) -> jax.ShapeDtypeStruct:
-    aval = variable.aval
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
