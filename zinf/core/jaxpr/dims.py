@@ -7,6 +7,7 @@ devices (`guessed_dim`, `guessed_view`).
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
 from zinf.core.jaxpr.compat import Equation
 from zinf.core.jaxpr.primitives import (
@@ -29,6 +30,21 @@ Shape = tuple[int, ...]
 Dims = tuple[tuple[int, ...], ...]
 """For each dim of a value, the dims of an array that it consists of, without those of
 size 1: reshapes merge and split them."""
+
+
+class Merge(NamedTuple):
+    """A reshape after which a dim of its operand is the inner part of a larger dim.
+
+    Attributes:
+        old, new: the shapes of its operand and its result.
+        dim: the larger dim, of the result.
+        outer: the number of blocks of the larger dim; each has all entries of the dim.
+    """
+
+    old: Shape
+    new: Shape
+    dim: int
+    outer: int
 
 
 class NotByRow(Exception):
@@ -166,6 +182,28 @@ def reshaped(dims: Dims, shape: Shape, new: Shape) -> Dims | None:
             return None
         found.append(tuple(group))
     return None if left else tuple(found)
+
+
+def merge_of(equation: Equation, dim: int) -> Merge | None:
+    """How an equation merges a dim of its operand with dims before it, if it does."""
+    if equation.primitive.name != "reshape" or not keeps_order(equation):
+        return None
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if 0 in old:
+        return None
+    before, size = prod(old[:dim]), old[dim]
+    for to, length in enumerate(new):
+        outer, rest = divmod(before, prod(new[:to]))
+        if not rest and 1 < outer < length and length % outer == 0:
+            inside = length // outer
+            fits = not (inside % size and size % inside)
+            return Merge(old, new, to, outer) if fits else None
+    return None
+
+
+def split(shape: Shape, dim: int, outer: int) -> Shape:
+    """A shape with one dim as two, of `outer` blocks and of what is in a block."""
+    return (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
 
 
 def union(dims: Dims, chosen: Sequence[int]) -> tuple[int, ...]:

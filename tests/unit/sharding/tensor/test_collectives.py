@@ -7,36 +7,48 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from tests.unit.sharding.tensor import merged
 from zinf.core.engine.initialize import make_planner
 from zinf.core.sharding.mesh import make_mesh
 from zinf.core.topology import collectives_of, parse_topology
 from zinf.models import GPTConfig, init_and_loss
 
-PARTS = 4
+PARTS, LENGTH = 4, 16
 AWARE = {"remat": True, "communication_aware_remat": True}
 
 
-def all_reduces(*, width, batch, devices, topology=None, model=None, **options):
-    """How many activations each all-reduce sums; those below half of one are left out.
-
-    The model is one Llama layer with grouped queries and a gated MLP, and what `model`
-    adds to its config.
-    """
-    length = 16
+def llama(*, width, **model):
+    """One layer with grouped queries and a gated MLP, and what `model` adds to it."""
     gpt = GPTConfig(
         num_layers=1,
         num_heads=8,
         num_kv_heads=4,
         embed_dim=width,
         vocab_size=32,
-        max_length=length,
+        max_length=LENGTH,
         norm="rmsnorm",
         position="rope",
         activation="swiglu",
         use_bias=False,
-        **(model or {}),
+        **model,
     )
-    init, loss = init_and_loss(gpt, seed=0)
+    return init_and_loss(gpt, seed=0)[::-1]
+
+
+def merged_heads(*, width):
+    """A layer that joins heads with examples."""
+    shapes = merged.shapes(width)
+    return merged.loss, lambda: {n: jnp.zeros(s) for n, s in shapes.items()}
+
+
+def all_reduces(loss, init, inputs, *, width, devices, topology=None, **options):
+    """How many activations each all-reduce sums; those below half of one are left out.
+
+    No other collective is sent.
+
+    Args:
+        inputs: the shapes and dtypes of a batch.
+    """
     planner = make_planner(
         loss,
         init,
@@ -45,12 +57,12 @@ def all_reduces(*, width, batch, devices, topology=None, model=None, **options):
         mesh=make_mesh(devices, num_tensor=PARTS),
         topology=topology,
     )
-    tokens = {"tokens": jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)}
     with planner.planning():
-        found = collectives_of(planner.plan_batch(tokens).program.step)
+        found = collectives_of(planner.plan_batch(inputs).program.step)
     shares = len(devices) // PARTS
     itemsize = jnp.dtype(planner.config.compute_dtype).itemsize
-    activation = batch * length * width * itemsize // shares
+    (batch, *_) = next(iter(inputs.values())).shape
+    activation = batch * LENGTH * width * itemsize // shares
     assert all(c.kind == "all-reduce" for c in found)
     sizes = Counter()
     for c in found:
@@ -58,6 +70,10 @@ def all_reduces(*, width, batch, devices, topology=None, model=None, **options):
             # Some numbers of the gradient norm may go along.
             sizes[round(c.operand_bytes / activation)] += c.times
     return sizes
+
+
+def tokens(batch):
+    return {"tokens": jax.ShapeDtypeStruct((batch, LENGTH + 1), jnp.int32)}
 
 
 @pytest.mark.slow
@@ -69,7 +85,8 @@ def all_reduces(*, width, batch, devices, topology=None, model=None, **options):
 def test_an_all_reduce_follows_each_weight_that_is_cut_by_rows(model, again):
     """Recomputing a layer sums nothing twice if sums are kept."""
     devices = jax.devices()[:PARTS]
-    found = all_reduces(width=64, batch=32, devices=devices, model=model)
+    network = llama(width=64, **model)
+    found = all_reduces(*network, tokens(32), width=64, devices=devices)
     # Forward after `out` and after `down`. Backward XLA on a CPU makes one operation of
     # the sums for gate and up, and one of those for query, key and value. Gradients
     # need no sum: all devices have the same examples.
@@ -80,12 +97,21 @@ def test_an_all_reduce_follows_each_weight_that_is_cut_by_rows(model, again):
     assert sum(size * times for size, times in found.items()) == 2 + 2 + 3 + again
 
 
+def test_no_value_is_gathered_where_heads_are_joined_with_examples():
+    """Two sums forward, and backward that before the MLP: inputs have no gradient."""
+    x = {"x": jax.ShapeDtypeStruct((32, LENGTH, 32), jnp.float32)}
+    devices = jax.devices()[: 2 * PARTS]
+    found = all_reduces(*merged_heads(width=32), x, width=32, devices=devices)
+    assert found == {1: 3}
+
+
 @pytest.mark.gpu_compiler
 def test_the_gpu_compiler_adds_what_devices_have_before_it_sums_over_them():
     topology = parse_topology("h200:4")
     found = all_reduces(
+        *llama(width=512),
+        tokens(64),
         width=512,
-        batch=64,
         devices=topology.devices(),
         topology=topology,
         bf16={"enabled": True},

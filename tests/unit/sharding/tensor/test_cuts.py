@@ -1,15 +1,19 @@
 """Which weights devices divide, and along which dim, is seen in the program."""
 
+import re
 from collections import Counter
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
+from tests.unit.sharding.tensor import merged
 from zinf.core.segment import trace_loss
 from zinf.core.sharding import Dim, axis_rule
-from zinf.core.sharding.axes.tensor import channel_leaves, find_cuts
+from zinf.core.sharding.axes.tensor import channel_leaves, find_cuts, unmerged
 from zinf.core.sharding.mesh import make_mesh
 from zinf.models import GPTConfig, init_and_loss
 
@@ -185,3 +189,71 @@ def test_layers_of_a_gpt_are_cut_in_loops_and_under_checkpoint(stacked):
     columns, rows = ("query", "key", "value", "up"), ("out", "down")
     wanted = {(name, 1) for name in columns} | {(name, 0) for name in rows}
     assert kernels == dict.fromkeys(wanted, 1 if stacked else 3)
+
+
+def in_layers(layer):
+    """A loss of two layers in a scan, whose weights are stacked."""
+
+    def loss(p, batch):
+        x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), batch["x"], p)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "stacked"),
+    [
+        (merged.loss, ()),
+        (jax.checkpoint(merged.loss), ()),
+        (in_layers(merged.layer), (2,)),
+        (in_layers(jax.checkpoint(merged.layer)), (2,)),
+    ],
+    ids=["plain", "checkpoint", "scan", "both"],
+)
+def test_heads_that_are_joined_with_examples_are_kept_apart_and_cut(loss, stacked):
+    random = np.random.default_rng(0)
+    params = {
+        name: random.standard_normal((*stacked, *shape), np.float32) / DIM**0.5
+        for name, shape in merged.shapes(DIM).items()
+    }
+    joined = cuts_of(loss, params)
+    why = r"`reshape` from \[4, 8, 16, 4\] to \[32, 16, 4\]"
+    assert joined.dims.keys() == {"up", "down"}
+    assert re.search(why, joined.reasons["qkv"])
+    apart = unmerged(loss, rule(4))
+    found = cuts_of(apart, params)
+    assert found.dims == {n: d + len(stacked) for n, d in merged.DIMS.items()}
+    batch = {"x": random.standard_normal(X["x"].shape, np.float32)}
+    results = (jax.jit(jax.value_and_grad(f))(params, batch) for f in (apart, loss))
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def over_all(p, batch):
+    """A product of examples with heads of others: they cannot be kept apart."""
+    count, length, dim = batch["x"].shape
+    y = (batch["x"] @ p["up"]).reshape(count, length, -1, WIDTH).swapaxes(1, 2)
+    y = y.reshape(-1, length, WIDTH)
+    y = jnp.einsum("ntd,mtd->nm", y, y) @ y.reshape(-1, length * WIDTH)
+    y = y.reshape(count, -1, length, WIDTH).swapaxes(1, 2)
+    return jnp.mean((y.reshape(count, length, -1) @ p["down"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "params"),
+    [
+        (mlp, MLP),
+        (attention, attention_weights(kv_heads=4)),
+        (over_all, zeros(up=(DIM, DIM), down=(DIM, DIM))),
+        # Four devices do not divide six heads.
+        (merged.loss, zeros(**merged.shapes(6 * WIDTH))),
+    ],
+)
+def test_programs_of_which_no_more_could_be_cut_stay(loss, params):
+    dim, *_ = next(iter(params.values())).shape
+    batch = {"x": jax.ShapeDtypeStruct((4, 16, dim), jnp.float32)}
+    programs = [
+        str(source_of(f, params, batch).graph.equations)
+        for f in (loss, unmerged(loss, rule(4)), unmerged(loss, rule(1)))
+    ]
+    assert programs[0] == programs[1] == programs[2]

@@ -17,12 +17,12 @@ cannot be cut, and the hidden values of its MLPs and its heads can.
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from zinf.core.jaxpr import Graph, inlined, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
-from zinf.core.jaxpr.dims import NotByRow, factor_of
+from zinf.core.jaxpr.dims import Merge, NotByRow, factor_of, merge_of
 from zinf.core.jaxpr.primitives import Factor, factors
 from zinf.core.program import FLOAT32_BYTES
 from zinf.core.sharding.axes.experts import expert_dims
@@ -43,11 +43,13 @@ class Cuts:
         dims: the dim of each such leaf, by path.
         reasons: why weights of two or more dims stay whole, by path.
         uneven: the weights that another number of devices could divide.
+        merges: the reshapes that alone keep some weights whole.
     """
 
     dims: Mapping[str, int]
     reasons: Mapping[str, str]
     uneven: tuple[str, ...] = ()
+    merges: tuple[Merge, ...] = ()
 
 
 def channel_leaves(
@@ -105,12 +107,14 @@ def find_cuts(
     flat = inlined(graph)
     groups = _Groups(flat, list(leaves)).found()
     reasons: dict[str, list[str]] = defaultdict(list)
-    possible, uneven = [], []
+    possible, uneven, merges = [], [], []
     for group in groups:
         why = group.why_whole(parts, min_bytes)
         if why is None:
             possible.append(group)
             continue
+        if group.unmerged().why_whole(parts, min_bytes) is None:
+            merges += group.merges
         for variable, dim in group.weights:
             if variable.aval.ndim > 1:
                 reasons[leaves[variable]].append(f"dim {dim}: {why}")
@@ -123,7 +127,8 @@ def find_cuts(
         if dims.keys().isdisjoint(own):
             dims |= own
     whole = {path: "; ".join(r) for path, r in reasons.items() if path not in dims}
-    return Cuts(dims, whole, tuple(path for path in uneven if path in whole))
+    unequal = tuple(path for path in uneven if path in whole)
+    return Cuts(dims, whole, unequal, tuple(merges))
 
 
 @dataclass
@@ -134,22 +139,31 @@ class _Group:
         weights: those of parameters.
         sizes: how many entries each has, and a value that has it.
         has_values: whether values that are computed from the batch have such a dim.
-        blocks: why the group cannot be cut.
+        blocks: why the group cannot be cut; of a reshape that merges such a dim with
+            those before it, also how.
     """
 
     weights: list[Member] = field(default_factory=list)
     sizes: dict[int, Var] = field(default_factory=dict)
-    blocks: list[str] = field(default_factory=list)
+    blocks: list[tuple[str, Merge | None]] = field(default_factory=list)
     has_values: bool = False
 
     @property
     def num_elements(self) -> int:
         return sum(prod(v.aval.shape) for v, _ in self.weights)
 
+    def unmerged(self) -> "_Group":
+        """The group as if no reshape merged its dims with others."""
+        return replace(self, blocks=[b for b in self.blocks if b[1] is None])
+
+    @property
+    def merges(self) -> list[Merge]:
+        return [merge for _, merge in self.blocks if merge is not None]
+
     def why_whole(self, parts: int, min_bytes: int) -> str | None:
         """Why devices cannot, or should not, divide the group; None if they may."""
         if self.blocks:
-            return self.blocks[0]
+            return self.blocks[0][0]
         if len({v for v, _ in self.weights}) < len(self.weights):
             return "one weight would be cut along two dims"
         if not self.has_values:
@@ -173,7 +187,7 @@ class _Groups:
     def __init__(self, graph: Graph, params: Sequence[Var]):
         self.params = params
         self.parent: dict[Member, Member] = {}
-        self.blocked: list[tuple[Member, str]] = []
+        self.blocked: list[tuple[Member, str, Merge | None]] = []
         # Values that depend on parameters, and those that depend on nothing else.
         self.dependent, self.weights = set(params), set(params)
         inputs = set(graph.invars) - self.weights
@@ -188,7 +202,7 @@ class _Groups:
         for v in variables(graph.outvars):
             if v in self.dependent:
                 for member in _members(v):
-                    self.blocked.append((member, "it is a result of the program"))
+                    self.block(member, "it is a result of the program")
 
     def found(self) -> list[_Group]:
         """The groups that have dims of parameters, in the order of these."""
@@ -202,10 +216,10 @@ class _Groups:
                 value, dim = member
                 group.sizes.setdefault(value.aval.shape[dim], value)
                 group.has_values |= value in self.varying
-        for member, why in self.blocked:
+        for member, why, merge in self.blocked:
             group = groups.get(self.root(member))
             if group is not None:
-                group.blocks.append(why)
+                group.blocks.append((why, merge))
         return list(groups.values())
 
     def root(self, member: Member) -> Member:
@@ -218,6 +232,9 @@ class _Groups:
     def union(self, first: Member, second: Member) -> None:
         self.parent[self.root(first)] = self.root(second)
 
+    def block(self, member: Member, why: str, merge: Merge | None = None) -> None:
+        self.blocked.append((member, why, merge))
+
     def join(self, equation: Equation) -> None:
         """Joins the dims of an equation's operands and results, or blocks them."""
         made: set[int | None] = set()
@@ -226,7 +243,7 @@ class _Groups:
                 try:
                     factor = factor_of(equation, {number: member[1]})
                 except NotByRow as reason:
-                    self.blocked.append((member, str(reason)))
+                    self.block(member, str(reason), merge_of(equation, member[1]))
                     continue
                 for other, dim in factor.operands.items():
                     if self.depends(equation.invars[other]):
@@ -236,10 +253,9 @@ class _Groups:
                     for v in equation.outvars:
                         self.union(member, (v, factor.result))
                 elif self.varying.issuperset(variables(equation.invars)):
-                    why = f"a sum over it by `{equation.primitive.name}`"
-                    self.blocked.append((member, why))
+                    self.block(member, f"a sum over it by `{equation.primitive.name}`")
         for member in self.unmade(equation, made):
-            self.blocked.append((member, f"`{equation.primitive.name}` makes it"))
+            self.block(member, f"`{equation.primitive.name}` makes it")
 
     def unmade(self, equation: Equation, made: set[int | None]) -> Iterator[Member]:
         """The dims of results that no dim of an operand becomes.
