@@ -1,7 +1,9 @@
 """Which dim of an array is cut, and along which axes."""
 
+from functools import partial
 from math import prod
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,10 +13,14 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from tests.golden import Golden
+from zinf.core.config.grouping import Grouping
+from zinf.core.machine.devices import group_devices
 from zinf.core.program import ArrayId, ArraySpec, Role
 from zinf.core.sharding import axes, num_data_parallel, persistent_layouts
+from zinf.core.sharding.encoding import Nibbles
 from zinf.core.sharding.mesh import AXES, DIM_AXES, INNER_AXES, Dim, make_mesh
 from zinf.core.sharding.rule import LANES, WIDE_BYTES, AxisRule, axis_rule
+from zinf.core.sharding.signs import Momenta
 
 NUM_SHARDS = 8
 ITEM_BYTES = 4
@@ -27,9 +33,10 @@ def test_every_inner_axis_has_a_row():
     assert DIM_AXES.keys() == set(Dim)
 
 
-def rule(**options) -> AxisRule:
+def rule(mesh: Any = None, **options: Any) -> AxisRule:
+    """The rule of a mesh; the default is one group."""
     arguments = {"stage": 3, "min_bytes": 0, **options}
-    return axis_rule(make_mesh(jax.devices()[:NUM_SHARDS]), **arguments)
+    return axis_rule(mesh or make_mesh(jax.devices()[:NUM_SHARDS]), **arguments)
 
 
 RULE = rule()
@@ -125,23 +132,34 @@ def mesh_of_processes(*shape: int) -> SimpleNamespace:
     )
 
 
-def test_what_may_not_cross_processes_is_refused(golden: Golden):
-    hpz = {"stage": 3, "gathers_in_group": True}
+def test_meshes_and_groups_that_cannot_be_are_refused(golden: Golden):
+    devices = jax.devices()[:8]
+    divided = partial(make_mesh, devices, num_tensor=2)
     refused = [
-        (mesh_of_processes(2, 4, 1, 1, 1), hpz),
-        (make_mesh(jax.devices()[:8], num_seq=2, num_tensor=2), {"stage": 0}),
+        # Devices that do not divide into groups, and groups that have more than all.
+        partial(group_devices, devices, Grouping(group_size=3)),
+        partial(group_devices, devices, Grouping(group_size=16)),
+        partial(group_devices, devices, Grouping(num_replicas=3)),
+        partial(group_devices, devices, Grouping(2, inner={"tensor": 3, "seq": 2})),
+        # What may not cross processes, and axes that do not go together.
+        partial(rule, mesh_of_processes(2, 4, 1, 1, 1), gathers_in_group=True),
+        lambda: rule(divided(num_seq=2)),
+        lambda: rule(divided(), gradient_encoding=Nibbles()),
+        lambda: rule(
+            divided(num_replicas=2), compression=Momenta("OneBitAdam", 0.9, 5)
+        ),
     ]
     found = []
-    for mesh, options in refused:
+    for make in refused:
         with pytest.raises((ValueError, NotImplementedError)) as caught:
-            axis_rule(mesh, min_bytes=0, **options)
+            make()
         found.append(f"{caught.typename}: {caught.value}")
     golden.check("refused_meshes.txt", "\n".join(found))
     # Groups that hold no parameters, and sequences and weights in several processes.
-    axis_rule(mesh_of_processes(2, 4, 1, 1, 1), stage=3, min_bytes=0)
-    axis_rule(mesh_of_processes(2, 4, 1, 1, 1), min_bytes=0, **{**hpz, "stage": 2})
-    axis_rule(mesh_of_processes(1, 2, 4, 1, 1), stage=0, min_bytes=0)
-    axis_rule(mesh_of_processes(1, 2, 1, 1, 4), stage=0, min_bytes=0)
+    rule(mesh_of_processes(2, 4, 1, 1, 1))
+    rule(mesh_of_processes(2, 4, 1, 1, 1), stage=2, gathers_in_group=True)
+    rule(mesh_of_processes(1, 2, 4, 1, 1), stage=0)
+    rule(mesh_of_processes(1, 2, 1, 1, 4), stage=0)
 
 
 def layouts_of(made: AxisRule, shape, divided, *, names=("w",)):
