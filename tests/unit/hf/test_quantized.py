@@ -534,19 +534,51 @@ def test_a_part_that_is_missing_is_named(name, part, words, tmp_path):
     assert words in str(error.value)
 
 
+def mixed(*formats, **others):
+    """A section of compressed-tensors whose groups have formats of their own."""
+    formats = formats or ("pack-quantized", "float-quantized")
+    groups = {f"group_{i}": {"format": name} for i, name in enumerate(formats)}
+    section = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    return section | {"config_groups": groups} | others
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
+        (mixed(), None),
         ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits, and "),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4"}, "format nvfp4"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "algo W4A8_AWQ, and"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "layers.0.q_proj": {"quant_algo": "NVFP4"},
+                    "layers.0.k_proj": {"quant_algo": "W4A8_AWQ"},
+                },
+            },
+            "modelopt, quant_algo W4A8_AWQ of layers.0.k_proj, and NVFP4",
+        ),
+        (mixed("nvfp4-pack-quantized", "marlin-24"), "tensors, format marlin-24, and"),
+        (mixed("int-quantized", None), "compressed-tensors, format mixed-precision, "),
+        (
+            mixed(sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity_config.format sparse-24-bitmask, and dense is read",
+        ),
+        (mixed(transform_config={"config_groups": {"u": {}}}), "transform_config, wh"),
+        (
+            {"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"},
+            "bitsandbytes, bnb_4bit_quant_storage bfloat16, and uint8 is read",
+        ),
         ({"quant_method": "hqq"}, "hqq"),
         ({}, "an unknown method"),
     ],
 )
 def test_what_is_not_read_is_said(section, words):
-    assert words in refusal(section)
+    reason = refusal(section)
+    assert reason is None if words is None else words in reason
 
 
 def to_int8(tensors):

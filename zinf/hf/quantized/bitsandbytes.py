@@ -34,7 +34,14 @@ ABSMAX, MAP = ".absmax", ".quant_map"
 NESTED_ABSMAX, NESTED_MAP = ".nested_absmax", ".nested_quant_map"
 WEIGHT, SCB, FORM = "weight", "SCB", "weight_format"
 LARGEST = np.float32(127)
-BYTES = np.arange(256)
+STORAGE = "uint8"  # The dtype as which codes of 4 bits are in files.
+
+
+def refusal(section: Mapping[str, Any]) -> str | None:
+    storage = section.get("bnb_4bit_quant_storage") or STORAGE
+    if storage != STORAGE:
+        return f"bnb_4bit_quant_storage {storage}, and {STORAGE} is read"
+    return None
 
 
 def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, Packed]:

@@ -41,6 +41,9 @@ FORMATS = (
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
 )
+# The format of a section whose groups have formats of their own.
+MIXED = "mixed-precision"
+DENSE = "dense"
 BITS = (2, 4, 8)
 WEIGHT = "weight"
 PACKED, SCALE, ZERO = "_packed", "_scale", "_zero_point"
@@ -49,10 +52,17 @@ SHAPE, GROUP_OF = "_shape", "_g_idx"
 
 def refusal(section: Mapping[str, Any]) -> str | None:
     groups = (section.get("config_groups") or {}).values()
-    named = {section.get("format"), *(group.get("format") for group in groups)}
-    others = sorted(str(x) for x in named - {*FORMATS, None})
+    formats = {group.get("format") for group in groups}
+    if section.get("format") != MIXED or None in formats or not formats:
+        formats.add(section.get("format"))
+    others = sorted(str(x) for x in formats - {*FORMATS, None})
     if others:
         return f"format {', '.join(others)}, and {', '.join(FORMATS)} are read"
+    sparse = (section.get("sparsity_config") or {}).get("format", DENSE)
+    if sparse != DENSE:
+        return f"sparsity_config.format {sparse}, and {DENSE} is read"
+    if (section.get("transform_config") or {}).get("config_groups"):
+        return "transform_config, which changes activations beside the weights"
     return None
 
 

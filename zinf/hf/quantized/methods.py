@@ -40,7 +40,7 @@ METHODS = {
     "awq": Method(awq.find, awq.refusal),
     "compressed-tensors": Method(compressed_tensors.find, compressed_tensors.refusal),
     "modelopt": Method(modelopt.find, modelopt.refusal),
-    "bitsandbytes": Method(bitsandbytes.find, lambda section: None),
+    "bitsandbytes": Method(bitsandbytes.find, bitsandbytes.refusal),
 }
 # Methods that names of tensors show, where config.json says nothing.
 BY_NAME = ("fp8", "mxfp4")

@@ -7,14 +7,21 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.hf.quantized import compressed_tensors, fp4
 from zinf.hf.quantized.packed import Packed
 
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MIXED_PRECISION")
+ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
+# The algorithm of a section in which each layer has its own.
+MIXED = "MIXED_PRECISION"
 
 
 def refusal(section: Mapping[str, Any]) -> str | None:
-    algorithm = section.get("quant_algo")
-    if algorithm in ALGORITHMS:
-        return None
-    return f"quant_algo {algorithm}, and {', '.join(ALGORITHMS)} are read"
+    algorithm, layers = section.get("quant_algo"), section.get("quantized_layers") or {}
+    named = {name: layer.get("quant_algo") for name, layer in layers.items()}
+    if algorithm != MIXED or not named:
+        named[""] = algorithm
+    for name, own in named.items():
+        if own not in ALGORITHMS:
+            place = f" of {name}" if name else ""
+            return f"quant_algo {own}{place}, and {', '.join(ALGORITHMS)} are read"
+    return None
 
 
 def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, Packed]:
