@@ -15,9 +15,12 @@ pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from zinf.adapt.blocks import Encoding
 
 VOCAB, TOKENS = 96, 12
 SMALL = {
@@ -153,6 +156,49 @@ def turns(*contents: str) -> list[dict[str, str]]:
     roles = ("user", "assistant") * len(contents)
     pairs = zip(roles, contents, strict=False)
     return [{"role": role, "content": content} for role, content in pairs]
+
+
+def change_files(
+    folder: Path,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    section: Mapping[str, Any] | None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a saved model, changed in place and written in one file.
+
+    Args:
+        section: quantization_config of config.json; None: there is none.
+    """
+    shards = sorted(folder.glob("model*.safetensors"))
+    tensors = {name: x for path in shards for name, x in load_file(path).items()}
+    change(tensors)
+    for path in (*shards, folder / "model.safetensors.index.json"):
+        path.unlink(missing_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if section is not None:
+        path = folder / "config.json"
+        raw = json.loads(path.read_text()) | {"quantization_config": section}
+        path.write_text(json.dumps(raw))
+    return tensors
+
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def to_nvfp4(tensors: dict[str, torch.Tensor]) -> None:
+    """Linear layers, and experts one by one, as ModelOpt writes them."""
+    ends = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
+    for name in [n for n in tensors if n.endswith(ends)]:
+        rows, columns = tensors[name].shape
+        found = Encoding("nvfp4", 16).encode(tensors[name].numpy())
+        codes = np.array(found["codes"]).reshape(rows, columns // 2)
+        scales = np.array(found["scales"]).reshape(rows, columns // 16)
+        second = np.array(found["tensor_scale"]).view(np.float32)[0]
+        # The first code of a byte is in the low half.
+        tensors[name] = torch.from_numpy((codes << 4) | (codes >> 4))
+        tensors |= {
+            f"{name}_scale": torch.from_numpy(scales).view(torch.float8_e4m3fn),
+            f"{name}_scale_2": torch.tensor(second),
+        }
 
 
 def model_folder(folder: Path, **changes) -> Path:

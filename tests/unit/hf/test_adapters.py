@@ -9,9 +9,11 @@ import pytest
 
 from tests.command import run
 from tests.unit.hf.models import (
+    NVFP4,
     STREAMED,
     TOLERANCE,
     VOCAB,
+    change_files,
     data_file,
     gpt2,
     llama,
@@ -23,6 +25,7 @@ from tests.unit.hf.models import (
     refusals,
     reloaded,
     save,
+    to_nvfp4,
     tokenizer,
     tokens,
     torch_logits,
@@ -330,13 +333,19 @@ def test_what_cannot_be_read_is_refused_by_name(saved, tmp_path, golden):
 
 
 @pytest.mark.slow
-def test_finetune_with_adapters_writes_them_and_the_merged_model(tmp_path):
+@pytest.mark.parametrize("base", ["nf4", "nvfp4"])
+def test_finetune_with_adapters_writes_them_and_the_merged_model(base, tmp_path):
+    """Over a base that is encoded in nf4, or published in nvfp4."""
     folder, data = model_folder(tmp_path), data_file(tmp_path)
     output = tmp_path / "tuned"
     common = ["--data", data, "--output", output, "--samples", 2]
     common += ["--sequence-length", 8, "--learning-rate", 3e-2, "--epochs", 6]
     options = ["--lora", 4, "--target-modules", "q_proj", "--target-modules", "up_proj"]
-    options += ["--modules-to-save", "lm_head", "--base-encoding", "nf4", "--use-dora"]
+    options += ["--modules-to-save", "lm_head", "--use-dora"]
+    if base == "nf4":
+        options += ["--base-encoding", "nf4"]
+    else:
+        change_files(folder, to_nvfp4, NVFP4)
     done = run("finetune", folder, *common, *options)
     assert f"The adapter is in {output}.adapter." in done.output
     losses = [line["loss"] for line in metrics_of(tmp_path / "tuned.run")]

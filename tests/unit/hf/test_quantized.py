@@ -13,21 +13,24 @@ import optax
 import pytest
 
 from tests.unit.hf.models import (
+    NVFP4,
     SMALL,
     VOCAB,
+    change_files,
     llama,
     make,
     mixtral,
     off,
     on_tier,
     save,
+    to_nvfp4,
     tokens,
 )
 
 import jax  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
-from safetensors.torch import load_file, save_file  # isort: skip
+from safetensors.torch import save_file  # isort: skip
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # isort: skip
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # isort: skip
 
@@ -135,15 +138,7 @@ MXFP4 = {"quant_method": "mxfp4"}
 def stored(config, folder, change, quantization):
     """Saves a model of which `change` quantizes the tensors, and gives these."""
     save(config, folder, shard="1GB")
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-    if quantization is not None:
-        path = folder / "config.json"
-        raw = json.loads(path.read_text()) | {"quantization_config": quantization}
-        path.write_text(json.dumps(raw))
-    return tensors
+    return change_files(folder, change, quantization)
 
 
 def all_parts(weights, name):
@@ -338,23 +333,6 @@ class InMemory(AbstractTensors):
         return self.arrays[name][tuple(slice(*edges) for edges in box)].copy()
 
 
-NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-
-
-def to_nvfp4(tensors):
-    """Random codes and scales, of linear layers and of experts one by one."""
-    generator = torch.Generator().manual_seed(0)
-    ends = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
-    for name in [n for n in tensors if n.endswith(ends)]:
-        rows, columns = tensors[name].shape
-        codes = torch.randint(0, 256, (rows, columns // 2), generator=generator)
-        scales = torch.randint(40, 60, (rows, columns // 16), generator=generator)
-        tensors[name] = codes.to(torch.uint8)
-        scales = scales.to(torch.uint8).view(torch.float8_e4m3fn)
-        second = torch.rand((), generator=generator)
-        tensors |= {f"{name}_scale": scales, f"{name}_scale_2": second}
-
-
 def in_fp4(name):
     """Files with one weight, how they are quantized, and bits a number that it takes.
 
@@ -365,7 +343,8 @@ def in_fp4(name):
         to_mxfp4(tensors)
         return {n: x.numpy() for n, x in tensors.items()}, MXFP4, 4.25
     if name == "modelopt":
-        tensors, section = {"proj.weight": torch.zeros(6, 64)}, NVFP4
+        weight = torch.from_numpy(np.random.default_rng(0).normal(size=(6, 64)))
+        tensors, section = {"proj.weight": weight.float()}, NVFP4
         to_nvfp4(tensors)
     else:
         tensors, section = recorded(name), CASES[name]["section"]
