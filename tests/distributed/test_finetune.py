@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,29 +122,50 @@ def evens(completions, completion_ids, **_):
 def reply(prompts, completions, turns, seeds):
     return [None if t > 1 else f"w{s % 7}" for t, s in zip(turns, seeds)]
 """
+
+
+def seeing(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """A model that reads images, and prompts with none, one and two of them."""
+    for i in range(3):
+        images.picture(i, 12 + 8 * i, 20).save(folder / f"{i}.png")
+    prompts = [
+        {
+            "prompt": [{"role": "user", "content": f"w{i}"}],
+            "images": [f"{i % 3}.png", "0.png"][: i % 3] or None,
+        }
+        for i in range(8)
+    ]
+    return images.model_folder("qwen2_vl", folder / "seeing"), prompts
+
+
 FROM_REWARDS = ("loss", "reward", "entropy", "completions/mean_length", "kl")
 
 
-@pytest.mark.parametrize("command", ["grpo", "ppo"])
-def test_two_processes_learn_from_rewards_and_go_on_as_one(command, tmp_path):
+@pytest.mark.parametrize("name", ["grpo", "ppo", "images"])
+def test_two_processes_learn_from_rewards_and_go_on_as_one(name, tmp_path):
     """Also when they go on within a rollout."""
-    folder = model_folder(tmp_path)
+    folder, command = model_folder(tmp_path), "ppo" if name == "ppo" else "grpo"
     prompts = [{"prompt": f"w{i} w{i + 1}" * (1 + i % 2)} for i in range(8)]
+    if name == "images":
+        folder, prompts = seeing(tmp_path)
     data, file = write(tmp_path / "prompts.jsonl", prompts), tmp_path / "rewards.py"
     file.write_text(REWARDS)
-    judge(tmp_path / "judge")
+    (images.judge if name == "images" else judge)(tmp_path / "judge")
     more = ["--samples", 8, "--reward", f"{file}:evens", "--set", "scheduler=null"]
     more += ["--reward", tmp_path / "judge", "--set", "gradient_accumulation_steps=2"]
     if command == "grpo":
         (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5, 9]}')
         more += ["--num_generations", 4, "--max_completion_length", 12]
-        more += ["--beta", 0.1, "--num_iterations", 2, "--environment", f"{file}:reply"]
+        more += ["--beta", 0.1, "--num_iterations", 2]
+        if name == "grpo":
+            more += ["--environment", f"{file}:reply"]
     else:
         more += ["--response_length", 6, "--num_ppo_epochs", 2]
     found, texts = [], []
+    stops = (2,) if name == "images" else (3, 5)
     for count in (1, 2):
         output = tmp_path / f"tuned{count}"
-        for steps in (3, 5):
+        for steps in stops:
             rest = [*more, *["--resume"] * (steps == 5)]
             given = {"deeds": ["nothing"] * count, "command": command, "steps": steps}
             ended = finetune(folder, data, output, *rest, **given)
@@ -154,5 +176,5 @@ def test_two_processes_learn_from_rewards_and_go_on_as_one(command, tmp_path):
         found.append([[m.get(n, 0.0) for n in FROM_REWARDS] for m in metrics_of(run)])
         lines = map(json.loads, (run / "completions.jsonl").read_text().splitlines())
         texts.append([[x["step"], x["completion"]] for x in lines])
-    assert texts[1] == texts[0] and len(found[0]) == 5
+    assert texts[1] == texts[0] and len(found[0]) == stops[-1]
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-6)

@@ -6,6 +6,8 @@ from tests.distributed.generating import texts
 from tests.distributed.processes import Ended, free_port, run_all
 from tests.unit.hf.models import model_folder, write
 
+from tests.unit.hf import images  # isort: skip
+
 pytestmark = pytest.mark.slow
 DEVICES = 4
 
@@ -52,3 +54,20 @@ def test_the_command_writes_what_one_process_does_and_goes_on(tmp_path):
     assert "has 5 of 11 lines already" in ended[0].output
     assert "lines" not in ended[1].output
     assert written[1] == written[0] and len(set(written[0].splitlines())) > 5
+
+
+def test_the_command_writes_after_images_what_one_process_does(tmp_path):
+    """All processes show the images, and each device has them for its own rows."""
+    folder = images.model_folder("llava", tmp_path / "model")
+    given = ["--prompt", "w1 w2", "--max-new-tokens", 8, "--temperature", 0.8]
+    for i in range(2):
+        images.picture(i).save(tmp_path / f"{i}.png")
+        given += ["--image", tmp_path / f"{i}.png"]
+    written = []
+    for count in (1, 2):
+        ended = generate(folder, *given, count=count)
+        for process in ended:
+            assert process.code == 0, process.output
+        written.append(ended[0].output.splitlines()[-1])
+    assert written[1] == written[0] and len(written[0].split()) > 3
+    assert written[0] not in ended[1].output

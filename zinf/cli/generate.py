@@ -73,7 +73,7 @@ def print_completion(
     """
     seen = None
     if images:
-        _refuse_beside_images(given, chat, drafting, group)
+        _refuse_beside_images(given, chat, drafting)
         model = hf.in_stored_precision(hf.load_with_images(name, base=base))
         seen = hf.image_prompt(model, line["prompt"], images)
     else:
@@ -120,7 +120,6 @@ def _refuse_beside_images(
     given: Mapping[str, Any],
     chat: bool | None,
     drafting: Drafting | None,
-    group: AbstractGroup,
 ) -> None:
     """Refuse options that have no meaning with images, or are not there yet."""
     if chat is False:
@@ -132,11 +131,6 @@ def _refuse_beside_images(
         option = "--draft" if drafting is not None else "--prompt-lookup-num-tokens"
         raise NotImplementedError(
             f"{option} is not supported with --image. Leave it out."
-        )
-    if group.count > 1:
-        raise NotImplementedError(
-            "--image is supported in one process, and there are "
-            f"{group.count}. Use one."
         )
 
 

@@ -242,6 +242,15 @@ def model_folder(name: str, folder: Path, chat: str = CHAT) -> Path:
     return processor_folder(name, folder, chat)
 
 
+def judge(folder: Path) -> transformers.PreTrainedModel:
+    """A reward model of torch that reads images, with a processor."""
+    kind = transformers.AutoModelForSequenceClassification
+    model = make("gemma3", kind, num_labels=1, pad_token_id=2)
+    model.save_pretrained(folder)
+    processor_folder("gemma3", folder)
+    return model
+
+
 def picture(seed: int, height: int = 20, width: int = 30) -> Image.Image:
     shape = (height, width, 3)
     pixels = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)

@@ -469,7 +469,7 @@ def test_completions_of_prompts_with_images_are_rewarded(tmp_path):
     ]
     data = write(tmp_path / "p.jsonl", lines)
     (tmp_path / "rewards.py").write_text(REWARDS)
-    judge_of_images(tmp_path / "judge")
+    images.judge(tmp_path / "judge")
     given = "grpo", folder, "--data", data, "--num_generations", 4, *FP32
     given += "--reward", tmp_path / "rewards.py:evens", "--samples", 12, "--beta", 0.1
     given += "--reward", tmp_path / "judge", "--reward-weights", 1
@@ -484,18 +484,9 @@ def test_completions_of_prompts_with_images_are_rewarded(tmp_path):
         assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
 
 
-def judge_of_images(folder):
-    """A reward model of torch that reads images, with a processor."""
-    kind = transformers.AutoModelForSequenceClassification
-    model = images.make("gemma3", kind, num_labels=1, pad_token_id=2)
-    model.save_pretrained(folder)
-    images.processor_folder("gemma3", folder)
-    return model
-
-
 def test_a_reward_model_sees_the_images_of_prompts_as_in_transformers(tmp_path):
     """It has room for them before a step, and its scores are equal on all tiers."""
-    theirs = judge_of_images(tmp_path / "judge")
+    theirs = images.judge(tmp_path / "judge")
     for i in range(3):
         images.picture(i, 12 + 8 * i, 20).save(tmp_path / f"{i}.png")
     shown = [["0.png"], ["1.png", "2.png"], []]

@@ -80,12 +80,6 @@ class ShownImages(AbstractBeside):
     def __init__(self, engine: ModelEngine, length: int) -> None:
         model = engine.model
         assert isinstance(model, ImageModel)
-        count = engine.planner.rule.size(Dim.BATCH)
-        if count > 1:
-            raise NotImplementedError(
-                f"Texts after images are written on one device, and {count} would "
-                "divide the rows. Use one device (mesh.fsdp 1), or mesh.tensor."
-            )
         self._engine, self._model, self._length = engine, model, length
         self._features = engine.applied(model.features)
         self._arrays: dict[str, Any] = {}
@@ -103,10 +97,20 @@ class ShownImages(AbstractBeside):
     def show(self, prompt: ImagePrompt) -> None:
         """Run the tower on the images of a prompt.
 
-        Later ones have as many pieces as the first, with filling.
+        Later ones have as many pieces as the first, with filling. Devices that divide
+        rows each make the features of all images. If there are several processes, all
+        must call this with the same prompt.
         """
-        leaves = {n: x[None] for n, x in prompt.leaves.items() if n != PLACES}
-        arrays = {FEATURES: self._engine.apply(self._features, leaves)}
+        planner = self._engine.planner
+        count = planner.rule.size(Dim.BATCH)
+        own = count // planner.num_shares
+        leaves = {
+            n: np.repeat(x[None], own, axis=0)
+            for n, x in prompt.leaves.items()
+            if n != PLACES
+        }
+        features = self._engine.apply(self._features, leaves)
+        arrays = {FEATURES: jax.tree.map(lambda x: x[: len(x) // count], features)}
         if PLACES in prompt.leaves:
             arrays[PLACES] = with_text(prompt.leaves[PLACES], self._length)
         if self._model.is_multimodal:
@@ -119,28 +123,33 @@ class ShownImages(AbstractBeside):
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._arrays
         )
         shown = jax.pure_callback(lambda: self._arrays, specs)
-        return {**shown, "starts": jnp.asarray(starts, jnp.int32)}
+        # A copy for each row, as devices divide rows.
+        rows = jax.tree.map(
+            lambda x: jnp.broadcast_to(x[None], (len(starts), *x.shape)), shown
+        )
+        return {**rows, "starts": jnp.asarray(starts, jnp.int32)}
 
     def inputs(self, state: Any, given: Mapping[str, jax.Array]) -> dict[str, Any]:
         found: dict[str, Any] = dict(given)
         if PLACES in state:
-            table, positions = state[PLACES], given[PLACES]
-            count = table.shape[1]
+            table, positions = state[PLACES].swapaxes(0, 1), given[PLACES]
+            count = table.shape[2]
             # A text after images goes on where the largest position ends.
-            later = positions + (jnp.max(table) + 1 - count)
-            in_prompt = jnp.take(table, jnp.clip(positions, 0, count - 1), axis=1)
+            later = positions + (jnp.max(table, (0, 2)) + 1 - count)[:, None]
+            slots = jnp.clip(positions, 0, count - 1)[None]
+            in_prompt = jnp.take_along_axis(table, slots, axis=2)
             found[PLACES] = jnp.where(positions < count, in_prompt, later[None])
         if SLOTS in state:
             slots = jnp.arange(given["attention_mask"].shape[1])[None]
             at = slots - state["starts"][:, None]
-            shown = jnp.take(state[SLOTS], at, mode="fill", fill_value=False)
-            # A negative index counts from the end.
-            found[SLOTS] = shown & (at >= 0)
-        rows, num_tokens = given["input_ids"].shape
-        if num_tokens > 1:
+            places = state[SLOTS]
+            is_there = (at >= 0) & (at < places.shape[1])
+            at = jnp.clip(at, 0, places.shape[1] - 1)
+            found[SLOTS] = jnp.take_along_axis(places, at, axis=1) & is_there
+        if given["input_ids"].shape[1] > 1:
             # The module takes those of all rows, one row after the other.
             found[FEATURES] = jax.tree.map(
-                lambda x: jnp.tile(x, (rows, *[1] * (x.ndim - 1))), state[FEATURES]
+                lambda x: x.reshape(-1, *x.shape[2:]), state[FEATURES]
             )
         return found
 

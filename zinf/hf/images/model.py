@@ -231,7 +231,11 @@ class ImageModel(Model):
 
         def forward(pixel_values: torch.Tensor) -> SimpleNamespace:
             found = module.model.get_image_features(pixel_values)
-            values = {POOLED: found.pooler_output}
+            pooled = found.pooler_output
+            if not isinstance(pooled, torch.Tensor):
+                # LLaVA has an array for each tile.
+                pooled = [torch.cat(tuple(pooled))]
+            values = {POOLED: pooled}
             if hasattr(found, DEEP):
                 values[DEEP] = getattr(found, DEEP)
             return SimpleNamespace(**{output_name(self.auto_class): values})

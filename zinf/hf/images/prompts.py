@@ -67,12 +67,6 @@ class ImagesOfPrompts(AbstractBeside):
             numbers = np.arange(len(prompts) * num_samples)
             key = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         assert isinstance(engine, ModelEngine)
-        if engine.planner.group.count > 1:
-            raise NotImplementedError(
-                "Completions of prompts with images are drawn in one process, and this "
-                f"run has {engine.planner.group.count}. Use one process with all "
-                "devices of the machine."
-            )
         if self._shown is None:
             self._shown = ShownImages(engine, self._length)
         found: list[list[Scored]] = []
