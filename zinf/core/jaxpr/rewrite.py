@@ -11,7 +11,7 @@ from zinf.core.jaxpr.graph import Graph, written
 
 
 def rewriting(
-    function: Callable, write: Callable[[Any, Sequence[Any]], Graph | None]
+    function: Callable, write: Callable[[Any, Sequence[Any]], Graph]
 ) -> Callable:
     """A function that computes what `write` makes of the program of `function`.
 
@@ -19,15 +19,15 @@ def rewriting(
 
     Args:
         write: `(closed jaxpr, arguments of function)`: another program with the same
-            inputs and outputs, or None, which leaves the program as it is.
+            inputs and outputs.
     """
 
     def rewritten(*arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)
         specs = [weakly_typed(jax.typeof(x)) for x in leaves]
         closed, shapes = trace(function, *jax.tree.unflatten(structure, specs))
-        graph = write(closed, arguments) or _unchanged(closed)
-        return jax.tree.unflatten(jax.tree.structure(shapes), graph(*leaves))
+        outputs = write(closed, arguments)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return rewritten
 
@@ -45,8 +45,8 @@ def weakly_typed(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
-def _unchanged(closed: Any) -> Graph:
-    """A program with its calls."""
+def as_graph(closed: Any) -> Graph:
+    """A program as it is, with its calls."""
     jaxpr, consts = open_jaxpr(closed)
     named = dict(zip(jaxpr.constvars, consts, strict=True))
     return Graph(tuple(jaxpr.invars), tuple(jaxpr.outvars), tuple(jaxpr.eqns), named)

@@ -13,7 +13,7 @@ from flax import nnx
 from tests.unit.sharding.tensor import merged
 from zinf.core.segment import trace_loss
 from zinf.core.sharding import Dim, axis_rule
-from zinf.core.sharding.axes.tensor import channel_leaves, find_cuts, unmerged
+from zinf.core.sharding.axes.tensor import along_tensor, channel_leaves, find_cuts
 from zinf.core.sharding.mesh import make_mesh
 from zinf.models import GPTConfig, init_and_loss
 
@@ -221,7 +221,7 @@ def test_heads_that_are_joined_with_examples_are_kept_apart_and_cut(loss, stacke
     why = r"`reshape` from \[4, 8, 16, 4\] to \[32, 16, 4\]"
     assert joined.dims.keys() == {"up", "down"}
     assert re.search(why, joined.reasons["qkv"])
-    apart = unmerged(loss, rule(4))
+    apart = along_tensor(loss, rule(4))
     found = cuts_of(apart, params)
     assert found.dims == {n: d + len(stacked) for n, d in merged.DIMS.items()}
     batch = {"x": random.standard_normal(X["x"].shape, np.float32)}
@@ -254,6 +254,6 @@ def test_programs_of_which_no_more_could_be_cut_stay(loss, params):
     batch = {"x": jax.ShapeDtypeStruct((4, 16, dim), jnp.float32)}
     programs = [
         str(source_of(f, params, batch).graph.equations)
-        for f in (loss, unmerged(loss, rule(4)), unmerged(loss, rule(1)))
+        for f in (loss, along_tensor(loss, rule(4)), along_tensor(loss, rule(1)))
     ]
     assert programs[0] == programs[1] == programs[2]

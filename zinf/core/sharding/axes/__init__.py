@@ -7,7 +7,7 @@ from zinf.core.jaxpr import Graph
 from zinf.core.jaxpr.compat import Var
 from zinf.core.sharding.axes.experts import expert_leaves, on_mesh
 from zinf.core.sharding.axes.sequence import along_sequence
-from zinf.core.sharding.axes.tensor import channel_leaves, unmerged
+from zinf.core.sharding.axes.tensor import along_tensor, channel_leaves
 from zinf.core.sharding.mesh import EXPERT, SEQ, TENSOR, Dim
 from zinf.core.sharding.rule import AxisRule
 
@@ -37,7 +37,7 @@ class Axis:
 # In the order in which they rewrite a function: the first is the innermost.
 AXES = {
     EXPERT: Axis(on_mesh, rewrites_all=True, divides=expert_leaves),
-    TENSOR: Axis(unmerged, divides=channel_leaves),
+    TENSOR: Axis(along_tensor, divides=channel_leaves),
     SEQ: Axis(along_sequence),
 }
 

@@ -3,4 +3,4 @@
 from zinf.core.sharding.axes.tensor.cuts import channel_leaves as channel_leaves
 from zinf.core.sharding.axes.tensor.cuts import find_cuts as find_cuts
 from zinf.core.sharding.axes.tensor.expert import cut_expert as cut_expert
-from zinf.core.sharding.axes.tensor.unmerge import unmerged as unmerged
+from zinf.core.sharding.axes.tensor.rewrite import along_tensor as along_tensor

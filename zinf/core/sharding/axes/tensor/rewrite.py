@@ -24,8 +24,14 @@ from zinf.core.jaxpr.dims import (
     split,
 )
 from zinf.core.jaxpr.primitives import keeps_order
-from zinf.core.jaxpr.rewrite import rewriting, rewritten_program, weakly_typed
+from zinf.core.jaxpr.rewrite import (
+    as_graph,
+    rewriting,
+    rewritten_program,
+    weakly_typed,
+)
 from zinf.core.jaxpr.walk import REMAT, apply, inner
+from zinf.core.sharding.axes.tensor.convolution import Convolutions, has_groups
 from zinf.core.sharding.axes.tensor.cuts import Cuts, find_cuts
 from zinf.core.sharding.mesh import Dim
 from zinf.core.sharding.rule import AxisRule
@@ -34,33 +40,45 @@ from zinf.core.sharding.rule import AxisRule
 Merged = tuple[int, int]
 
 
-def unmerged(loss: Callable, rule: AxisRule) -> Callable:
-    """`loss(params, batch, ...)` without reshapes that alone keep weights whole.
+def along_tensor(loss: Callable, rule: AxisRule) -> Callable:
+    """`loss(params, batch, ...)` as devices along `tensor` can divide it.
 
-    It is traceable only. Where no more weights could be cut, its program stays.
+    It is traceable only. Without a `tensor` axis it is `loss` itself.
     """
-    parts = rule.size(Dim.CHANNELS)
-    if parts == 1:
+    if rule.size(Dim.CHANNELS) == 1:
         return loss
 
-    def write(closed: Any, arguments: Sequence[Any]) -> Graph | None:
-        count = len(jax.tree.leaves(arguments[0]))
-
-        def cuts(program: Any) -> Cuts:
-            params = open_jaxpr(program)[0].invars[:count]
-            names = {v: str(n) for n, v in enumerate(params)}
-            graph = flatten(program, stacked=tuple(params))
-            return find_cuts(graph, names, parts, min_bytes=rule.min_bytes)
-
-        before = cuts(closed)
-        if not before.merges:
-            return None
-        graph = written(_Unmerger(before.merges), closed)
-        specs = [weakly_typed(v.aval) for v in graph.invars]
-        after = cuts(trace(graph, *specs)[0]).dims
-        return graph if after.items() > before.dims.items() else None
+    def write(closed: Any, arguments: Sequence[Any]) -> Graph:
+        if has_groups(open_jaxpr(closed)[0].eqns):
+            closed, _ = rewritten_program(Convolutions(), closed)
+        num_params = len(jax.tree.leaves(arguments[0]))
+        return _unmerged(closed, num_params, rule) or as_graph(closed)
 
     return rewriting(loss, write)
+
+
+def _unmerged(closed: Any, num_params: int, rule: AxisRule) -> Graph | None:
+    """A program without reshapes that alone keep weights whole.
+
+    None if no more weights could be cut then.
+
+    Args:
+        num_params: the parameters are its first inputs.
+    """
+
+    def cuts(program: Any) -> Cuts:
+        params = open_jaxpr(program)[0].invars[:num_params]
+        names = {v: str(n) for n, v in enumerate(params)}
+        graph, parts = flatten(program, stacked=tuple(params)), rule.size(Dim.CHANNELS)
+        return find_cuts(graph, names, parts, min_bytes=rule.min_bytes)
+
+    before = cuts(closed)
+    if not before.merges:
+        return None
+    graph = written(_Unmerger(before.merges), closed)
+    specs = [weakly_typed(v.aval) for v in graph.invars]
+    after = cuts(trace(graph, *specs)[0]).dims
+    return graph if after.items() > before.dims.items() else None
 
 
 class _Unmerger(Emitter):

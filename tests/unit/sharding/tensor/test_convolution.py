@@ -1,0 +1,95 @@
+"""Gradients of the kernels of convolutions in groups, on devices with the same rows."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zinf.core.sharding import axis_rule
+from zinf.core.sharding.axes.tensor import along_tensor
+from zinf.core.sharding.mesh import make_mesh
+
+ROWS, CHANNELS = 4, 6
+LINE, IMAGE = (ROWS, CHANNELS, 12), (ROWS, 9, 8, CHANNELS)
+# (batch, height, width, channels), and kernels (height, width, 1, channels).
+LAST = ("NHWC", "HWIO", "NHWC")
+RANDOM = np.random.default_rng(0)
+
+
+def line(w, x):
+    y = lax.conv_general_dilated(x, w, (1,), [(3, 0)], feature_group_count=CHANNELS)
+    return jnp.tanh(y)
+
+
+def image(w, x):
+    options = {"rhs_dilation": (2, 1), "dimension_numbers": LAST}
+    options["feature_group_count"] = CHANNELS
+    return jnp.tanh(lax.conv_general_dilated(x, w, (1, 1), [(1, 2), (0, 0)], **options))
+
+
+def of_pairs(w, x):
+    return lax.conv_general_dilated(x, w, (1,), "SAME", feature_group_count=3)
+
+
+def with_strides(w, x):
+    return lax.conv_general_dilated(x, w, (2,), "SAME", feature_group_count=CHANNELS)
+
+
+def own_rule(w, x):
+    f = jax.custom_jvp(line)
+    f.defjvp(lambda x, dx: jax.jvp(line, x, dx))
+    return f(w, x)
+
+
+def repeated(w, x):
+    """A scan of checkpoints."""
+    step = jax.checkpoint(lambda x, _: (line(w, x), None))
+    return lax.scan(step, x, None, length=2)[0]
+
+
+def loss_of(function):
+    return lambda p, batch: jnp.mean(function(p["w"], batch["x"]) ** 2)
+
+
+MESH = make_mesh(jax.devices()[:4], num_tensor=2)
+RULE = axis_rule(MESH, stage=0, min_bytes=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("function", "shape", "kernel"),
+    [
+        (line, LINE, (CHANNELS, 1, 4)),
+        (repeated, LINE, (CHANNELS, 1, 4)),
+        (image, IMAGE, (3, 2, 1, CHANNELS)),
+    ],
+)
+def test_kernels_have_the_gradient_of_one_device(function, shape, kernel, dtype):
+    loss = loss_of(function)
+    values = (RANDOM.standard_normal(s, np.float32) for s in (kernel, shape))
+    w, x = (jnp.asarray(v, dtype) for v in values)
+    expected = jax.value_and_grad(loss)({"w": w}, {"x": x})
+    batch = {"x": jax.device_put(x, NamedSharding(MESH, PartitionSpec("fsdp")))}
+    found = jax.jit(jax.value_and_grad(along_tensor(loss, RULE)))({"w": w}, batch)
+    bound = 16 * float(jnp.finfo(dtype).eps)
+    chex.assert_trees_all_close(
+        jax.device_get(found), jax.device_get(expected), rtol=bound, atol=bound / 16
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "kernel"),
+    [
+        (of_pairs, (CHANNELS, 2, 4)),
+        (with_strides, (CHANNELS, 1, 4)),
+        (own_rule, (CHANNELS, 1, 4)),
+    ],
+)
+def test_other_convolutions_in_groups_are_refused(function, kernel):
+    arguments = {"w": jnp.zeros(kernel)}, {"x": jnp.zeros(LINE)}
+    loss = along_tensor(loss_of(function), RULE)
+    with pytest.raises(NotImplementedError, match="mesh.tensor .* in groups"):
+        jax.eval_shape(loss, *arguments)
