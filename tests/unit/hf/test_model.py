@@ -11,9 +11,11 @@ import pytest
 
 from tests.unit.hf.hub import hub
 from tests.unit.hf.models import (
+    NVFP4,
     STREAMED,
     TOLERANCE,
     VOCAB,
+    change_files,
     gpt2,
     llama,
     make,
@@ -21,10 +23,12 @@ from tests.unit.hf.models import (
     mixtral,
     model_folder,
     off,
+    on_tier,
     params_of,
     refusals,
     reloaded,
     save,
+    to_nvfp4,
     tokens,
     torch_logits,
     torch_loss,
@@ -367,6 +371,18 @@ def test_a_model_of_a_hub_is_loaded_and_no_other_form_of_it(at_hub, tmp_path):
         assert weights.specs.keys() == model.specs.keys()
     found = {path.name for path in model.folder.glob("*.safetensors")}
     assert found == {f"model-0000{n}-of-00005.safetensors" for n in range(1, 6)}
+
+
+def test_a_quantized_model_of_a_hub_is_kept_as_its_files_are(at_hub, tmp_path):
+    """A plan needs no weights and does not know; they are there before an engine is."""
+    change_files(tmp_path / "model", to_nvfp4, NVFP4)
+    at_hub()
+    model = hf.load("some/model")
+    assert hf.running(model, rows=1, length=8).adapted is None
+    assert not list(model.folder.glob("*.safetensors"))
+    with hf.open_model(model, on_tier("host", tmp_path), rows=1, length=8) as engine:
+        found = engine.get("base/model.layers.1.mlp.down_proj.weight/codes")
+    assert found.dtype == np.uint8 and len(model.encodings) == 14
 
 
 SHARD = "model-00002-of-"
