@@ -82,7 +82,7 @@ def show(
     for kind, t in sums.items():
         print(
             f"  {kind}: {t.count} of {t.sent_bytes / matrices:.3f}, "
-            f"{t.async_count} asynchronous, {t.overlapped_count} overlapped"
+            f"{t.async_count} asynchronous, {t.overlapped_share:.1%} behind matmuls"
         )
 
 

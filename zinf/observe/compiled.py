@@ -28,7 +28,8 @@ def executables_table(runs: Sequence[CompiledRun]) -> Table:
 
 
 def traffic_table(runs: tuple[CompiledRun, ...], param_bytes: int) -> Table:
-    """One row per kind of collective: bytes that a device sends, and their overlap."""
+    """One row per kind of collective: bytes that a device sends, and how many of them
+    matmuls overlap."""
     table = Table(box=None, title="collectives of a step, by device", pad_edge=False)
     table.add_column("kind")
     for name in ("count", "sent", "x params", "asynchronous", "behind matmuls"):
@@ -40,7 +41,7 @@ def traffic_table(runs: tuple[CompiledRun, ...], param_bytes: int) -> Table:
             show_bytes(found.sent_bytes),
             f"{found.sent_bytes / param_bytes:.2f}",
             str(found.async_count),
-            str(found.overlapped_count),
+            f"{found.overlapped_share:.0%}",
         )
     return table
 

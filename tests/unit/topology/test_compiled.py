@@ -179,6 +179,8 @@ def test_gpus_gather_each_matrix_once_and_reduce_scatter_each_gradient():
     for kind, expected in flops.items():
         mine = [one for one in found if one.kind == kind]
         assert [one.overlapped_flops for one in mine] == expected
+        hidden = sum(map(bool, expected)) / len(expected)
+        assert sums[kind].overlapped_share == hidden
     gathers = [one.is_async for one in found if one.kind == "all-gather"]
     assert gathers == [False, True]
 

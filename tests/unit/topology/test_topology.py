@@ -34,6 +34,14 @@ def test_a_text_is_a_number_of_devices_on_hosts(text, devices, hosts):
     assert found.devices_per_host * found.num_hosts == devices
 
 
+@pytest.mark.parametrize(
+    ("text", "hides"), [("v5p:2x2x2", True), ("v5p:1x1x1", False), ("h200:8", False)]
+)
+def test_a_tpu_is_told_to_gather_during_matmuls_if_it_has_others(text, hides):
+    options = parse_topology(text).compiler_options
+    assert ("xla_enable_async_all_gather" in options) == hides
+
+
 IMPOSSIBLE = (
     *("h200", "h200:", "h200:0", "v5p:8x8x", "v5p:-8x8x8", "tpu:8", "v5p:8x8"),
     *("v5e:4x4x4", "v5p:3x4x4", "v5e:32x32", "h100:2x2", "h100:12"),

@@ -8,9 +8,9 @@ from functools import lru_cache
 import jax
 from jax.sharding import Mesh
 
+from zinf.core.topology.options import options_for
 from zinf.core.topology.pinned import keep_pinned
 from zinf.core.topology.uncached import uncached
-from zinf_kernels.absent_gpu import OPTIONS
 
 # XLA:CPU generates code quickly that is slow to run. The buffers of an executable stay
 # the same, so its memory is that of the executable that runs. Without fusion emitters
@@ -42,14 +42,14 @@ def compile_for(mesh: Mesh, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             whether it ran out of memory.
     """
     first = mesh.devices.flat[0]
-    if first in _present(first.platform):
-        is_quick = _are_only_read.get() and first.platform == "cpu"
-        return lowered.compile(dict(QUICK) if is_quick else None)
-    options = None
-    if first.platform == "gpu":
+    platform, is_present = first.platform, first in _present(first.platform)
+    if is_present and platform == "cpu":
+        return lowered.compile(dict(QUICK) if _are_only_read.get() else None)
+    options = options_for(platform, num_devices=mesh.size, is_present=is_present)
+    if is_present:
+        return lowered.compile(options or None)
+    if platform == "gpu":
         keep_pinned(lowered)
-        # Without the device, XLA cannot time kernels.
-        options = dict(OPTIONS)
     with uncached():
         return lowered.compile(options)
 

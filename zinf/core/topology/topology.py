@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zinf.core.topology.chip import CHIPS, Chip
+from zinf.core.topology.options import options_for
 from zinf.core.topology.pinned import keep_pinned
 from zinf.core.topology.tpu import tpu_devices
 from zinf.core.topology.uncached import uncached
-from zinf_kernels.absent_gpu import GPUS, OPTIONS, absent_devices
+from zinf_kernels.absent_gpu import GPUS, absent_devices
 
 NUMBERS = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 EXAMPLES = "v5p:8x8x8, v5e:16x16, h200:8 or h100:64"
@@ -51,8 +52,9 @@ class Topology:
 
     @property
     def compiler_options(self) -> dict[str, bool | str]:
-        """Options with which `jax.stages.Lowered.compile` needs no device."""
-        return dict(OPTIONS) if self.chip.platform == "gpu" else {}
+        """The options of a program over all its devices, none of which is here."""
+        rest = {"num_devices": self.num_devices, "is_present": False}
+        return options_for(self.chip.platform, **rest)
 
     def compile(self, lowered: Any) -> Any:
         """The `jax.stages.Compiled` of a `Lowered` over its devices; it never runs.

@@ -57,15 +57,24 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Sums over all collectives of one kind, per device and run of the program."""
+    """Sums over all collectives of one kind, per device and run of the program.
+
+    Attributes:
+        overlapped_bytes: those of `sent_bytes` that matmuls overlap.
+    """
 
     count: int
     operand_bytes: int
     result_bytes: int
     sent_bytes: int
+    overlapped_bytes: int
     async_count: int
-    overlapped_count: int
     is_exact: bool
+
+    @property
+    def overlapped_share(self) -> float:
+        """The share of the bytes sent that matmuls overlap."""
+        return self.overlapped_bytes / self.sent_bytes if self.sent_bytes else 0.0
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
@@ -106,11 +115,15 @@ def _sum(same: list[Collective]) -> Traffic:
         count=sum(c.times for c in same),
         operand_bytes=sum(c.times * c.operand_bytes for c in same),
         result_bytes=sum(c.times * c.result_bytes for c in same),
-        sent_bytes=round(sum(c.times * c.sent_bytes for c in same)),
+        sent_bytes=_sent_bytes(same),
+        overlapped_bytes=_sent_bytes(c for c in same if c.overlapped_matmuls),
         async_count=sum(c.times for c in same if c.is_async),
-        overlapped_count=sum(c.times for c in same if c.overlapped_matmuls),
         is_exact=all(c.is_exact for c in same),
     )
+
+
+def _sent_bytes(found: Iterable[Collective]) -> int:
+    return round(sum(c.times * c.sent_bytes for c in found))
 
 
 def _collective(module: Module, visit: Visit, site: Site) -> Collective:
