@@ -34,7 +34,7 @@ from zinf.core.problem.source import noted
 from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.sharding.mesh import replicated
 from zinf.core.step.choice import FUSED, in_short
-from zinf.core.topology import compile_for, memory
+from zinf.core.topology import compile_for, flops_of, memory
 from zinf.inference.decoder import checked_apply
 from zinf.inference.plan import NAME, GenerationPlanner
 from zinf.inference.rows import NO_AXIS, Shape, along, parts
@@ -376,7 +376,7 @@ class Functions:
             "decode": self._compile(self.decode, weights, *asked, donates=1),
         }
         workspace = self._workspace_bytes(programs, weights, state, block)
-        flops = int((programs["decode"].cost_analysis() or {}).get("flops", 0))
+        flops = flops_of(programs["decode"])
         return FusedPrograms(
             {array: self.planner.spec(array).nbytes for array in self.weights},
             **programs,

@@ -20,6 +20,7 @@ from zinf.core.engine.initialize import make_planner
 from zinf.core.step.compiled import compiled_runs, largest_deviation, step_traffic
 from zinf.core.topology import parse_topology
 from zinf.models import GPTConfig, init_and_loss
+from zinf.models.gpt_functions import flops_per_token
 
 ROOT = Path(__file__).parents[3]
 NUM_DEVICES = 8
@@ -50,7 +51,8 @@ def planned(stage, execution, topology=None, *, model=MODEL, **settings):
     devices = jax.devices()[:NUM_DEVICES] if machine is None else machine.devices()
     where = {"mesh": zinf.make_mesh(devices), "topology": machine}
     planner = make_planner(loss, init, optax.adamw(1e-4), config, **where)
-    shape = (NUM_DEVICES, model.max_length + 1)
+    rows = NUM_DEVICES * config.get("gradient_accumulation_steps", 1)
+    shape = (rows, model.max_length + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32)}
     return planner, planner.plan_batch(batch)
 
@@ -96,6 +98,23 @@ def test_a_cpu_sends_an_all_reduce_in_place_of_a_reduce_scatter(stage, gathers):
     reduced, gathered = found["all-reduce"], found.get("all-gather", 0.0)
     assert reduced == pytest.approx(2 * RING, rel=SMALL_TERMS)
     assert gathered == pytest.approx(gathers * RING, rel=SMALL_TERMS)
+
+
+def flops(*arguments, microbatches=1):
+    _, made = planned(*arguments, gradient_accumulation_steps=microbatches)
+    return sum(run.times * run.flops for run in compiled_runs(made))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [None, pytest.param(f"h200:{NUM_DEVICES}", marks=pytest.mark.gpu_compiler)],
+)
+def test_a_fused_step_has_the_flops_of_all_microbatches(topology):
+    """XLA counts the body of a loop once, and nothing for an absent GPU."""
+    one, two = (flops(3, "fused", topology, microbatches=n) for n in (1, 2))
+    wanted = flops_per_token(MODEL) * MODEL.max_length
+    assert one == pytest.approx(wanted, rel=SMALL_TERMS)
+    assert two == pytest.approx(2 * one, rel=SMALL_TERMS)
 
 
 def test_the_compiler_counts_the_bytes_that_the_plan_does():

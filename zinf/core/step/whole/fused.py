@@ -24,7 +24,7 @@ from zinf.core.step.sums import sum_squares
 from zinf.core.step.whole.frame import Frame
 from zinf.core.step.whole.gradients import accumulated_gradients, exchanged
 from zinf.core.step.whole.local import local_step
-from zinf.core.topology import memory
+from zinf.core.topology import flops_of, memory
 
 Arrays = Mapping[ArrayId, Any]
 
@@ -103,9 +103,10 @@ def _compile(frame: Frame, step: Callable) -> FusedProgram:
     compiled = frame.compile(step, [values], forms)
     found = memory(compiled)
     workspace = found.temp_bytes + found.output_bytes - found.alias_bytes
-    cost = compiled.cost_analysis() or {}
-    flops, ids = int(cost.get("flops", 0)), tuple(layouts.arrays)
-    return FusedProgram(compiled, ids, workspace + frame.input_bytes, flops)
+    device_bytes = workspace + frame.input_bytes
+    return FusedProgram(
+        compiled, tuple(layouts.arrays), device_bytes, flops_of(compiled)
+    )
 
 
 def _step(frame: Frame, gradients: Callable) -> Callable:

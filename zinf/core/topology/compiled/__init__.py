@@ -8,6 +8,7 @@ from zinf.core.topology.compiled.collective import (
     traffic,
 )
 from zinf.core.topology.compiled.find import Kind
+from zinf.core.topology.compiled.flops import flops_of
 from zinf.core.topology.compiled.host_copy import HostCopy, host_copies
 from zinf.core.topology.compiled.memory import (
     Memory,
@@ -25,6 +26,7 @@ __all__ = [
     "Traffic",
     "collectives",
     "collectives_of",
+    "flops_of",
     "host_copies",
     "memory",
     "out_of_memory",
