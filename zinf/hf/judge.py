@@ -3,8 +3,8 @@
 A reward model is a classifier of texts with one label, as `zinf finetune --objective
 reward` writes it. As in TRL it reads the text of a prompt with its completion: laid out
 by its own chat template if the prompt is a conversation, and tokenized by its own
-tokenizer, which adds no token of its own. One that reads images gets
-those of the prompt too.
+tokenizer, which adds no token of its own. One that reads images gets those of the
+prompt too.
 """
 
 from collections.abc import Sequence

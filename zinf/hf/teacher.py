@@ -8,7 +8,7 @@ alone before each step, on its own tiers, and its logits are an array of the bat
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import grain
@@ -78,7 +78,7 @@ def teacher_of(config: Config, student: Model, length: int) -> Model:
     return teacher
 
 
-@cache
+@lru_cache(maxsize=1)
 def _loaded(name: str, student: Model) -> Model:
     """The teacher of a student, which predicts the same tokens."""
     teacher = load_as_stored(name)

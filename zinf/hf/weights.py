@@ -37,7 +37,8 @@ from zinf.hf.quantized.packed import Dequantized
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Two tensors in one place are compared in parts of about so many bytes.
 COMPARED_BYTES = 64 << 20
-# The operations, with their dims, that put experts and their matrices into one tensor.
+# The operations, with their dims, that put experts into one tensor, and then the two
+# matrices of each.
 JOINING = [(MergeModulelist, 0), (Concatenate, 1)]
 
 
@@ -99,10 +100,7 @@ class Conversion:
         if self.converter is None:
             return [self.source]
         done = [(type(x), *dims(x)) for x in self.converter.operations]
-        if done not in (
-            [(MergeModulelist, 0)],
-            [(MergeModulelist, 0), (Concatenate, 1)],
-        ):
+        if done not in (JOINING[:1], JOINING):
             return []
         order = [p for p in self.converter.source_patterns if p in self.sources]
         rows = zip(*(self.sources[pattern] for pattern in order), strict=True)
