@@ -484,6 +484,38 @@ def test_completions_of_prompts_with_images_are_rewarded(tmp_path):
         assert np.mean(rewards[-2:]) > np.mean(rewards[:2]), rewards
 
 
+def test_prompts_that_are_dropped_are_no_samples_and_reward_models_read_none(tmp_path):
+    folder = images.model_folder("qwen2_vl", tmp_path / "model")
+    images.judge(tmp_path / "judge")
+    images.picture(0, 12, 20).save(tmp_path / "0.png")
+    lines = [
+        {"prompt": turns("w1"), "images": ["0.png"] * count} for count in (1, 8, 1)
+    ]
+    config = Config.load(
+        {
+            "model": {"huggingface": str(folder)},
+            "data": {
+                "objective": "grpo",
+                "paths": [str(write(tmp_path / "p.jsonl", lines))],
+                "sequence_length": 48,
+                "too_long": "drop",
+                "images": 64,
+            },
+            "grpo": {
+                "rewards": [str(tmp_path / "judge")],
+                "num_generations": 2,
+                "max_completion_length": 8,
+            },
+        }
+    )
+    task = hf.Task(config)
+    short, long, _ = (len(p.tokens) for p in prompts_of(task.model, config))
+    assert short < 48 - 8 < long
+    (made,) = task.objective.drawing.judges(config)
+    assert len(made.most.beside.contents) == 1
+    assert task.steps_of_epochs(2, 1.0, print) == 2
+
+
 def test_a_reward_model_sees_the_images_of_prompts_as_in_transformers(tmp_path):
     """It has room for them before a step, and its scores are equal on all tiers."""
     theirs = images.judge(tmp_path / "judge")

@@ -362,15 +362,30 @@ def _rows(samples: Any, model: Model, config: Config) -> Any:
 
 
 def _dataset(kind: type[Kind], model: Model, config: Config) -> Kind:
-    functions = rewards_of(config)
-    prompts, length = prompts_of(model, config), config.sequence_length
-    if model.max_length is not None:
-        length = min(length, model.max_length)
-    if config.data.treatment_of_long == "drop":
-        most = length - config.completions.max_new_tokens
-        prompts = tuple(p for p in prompts if len(p.tokens) <= most)
-    given, environment = (model, config, prompts, functions), environment_of(config)
-    return rollouts_of(kind, *given, length=length, environment=environment)
+    return rollouts_of(
+        kind,
+        model,
+        config,
+        _kept(model, config),
+        rewards_of(config),
+        length=_length(model, config),
+        environment=environment_of(config),
+    )
+
+
+def _length(model: Model, config: Config) -> int:
+    """Tokens of a row that are not more than the model was made for."""
+    lengths = config.sequence_length, model.max_length
+    return min(x for x in lengths if x is not None)
+
+
+def _kept(model: Model, config: Config) -> tuple[Prompt, ...]:
+    """The prompts of a config, without those that it drops for want of room."""
+    prompts = prompts_of(model, config)
+    if config.data.treatment_of_long != "drop":
+        return prompts
+    most = _length(model, config) - config.completions.max_new_tokens
+    return tuple(p for p in prompts if len(p.tokens) <= most)
 
 
 def _settings(config: Config, say: Say) -> dict[str, Any]:
@@ -390,7 +405,7 @@ def _settings(config: Config, say: Say) -> dict[str, Any]:
 
 def _num_samples(model: Model, config: Config) -> int:
     settings = config.completions
-    count = len(prompts_of(model, config)) * settings.group_size
+    count = len(_kept(model, config)) * settings.group_size
     return count * settings.num_uses
 
 
@@ -412,5 +427,5 @@ def _judges(config: Config) -> tuple[Judge, ...]:
     # A plan may have no prompts; their images are all that reward models ask of them.
     has_images = config.data.images is not None
     model = objective_of(config).model(config)
-    prompts = prompts_of(model, config) if has_images else ()
+    prompts = _kept(model, config) if has_images else ()
     return judges_among(rewards_of(config), prompts)
