@@ -36,7 +36,10 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Free what `enter` put in place. No deferred update may be pending."""
+        """Free what `enter` put in place, or some of it if it failed.
+
+        No deferred update may be pending.
+        """
 
     @abstractmethod
     def step(
