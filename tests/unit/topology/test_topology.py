@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tests.marks import slow
 from zinf.core.topology import CHIPS, compile_for, memory, only_read, parse_topology
 from zinf.core.topology import tpu as tpu_module
+from zinf.core.topology.options import compile_with
 from zinf_kernels import absent_gpu
 
 
@@ -40,6 +41,36 @@ def test_a_text_is_a_number_of_devices_on_hosts(text, devices, hosts):
 def test_a_tpu_is_told_to_gather_during_matmuls_if_it_has_others(text, hides):
     options = parse_topology(text).compiler_options
     assert ("xla_enable_async_all_gather" in options) == hides
+
+
+class Lowered:
+    """A program that compiles only without options."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def compile(self, options):
+        if options:
+            raise jax.errors.JaxRuntimeError(self.says)
+        return self
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "RESOURCE_EXHAUSTED: Used 20.0G of 15.75G hbm.",
+        "INVALID_ARGUMENT: No such compile option: 'xla_enable_async_all_gather'",
+    ],
+)
+def test_a_tpu_waits_for_gathers_if_it_cannot_do_otherwise(says, caplog):
+    program = Lowered(says)
+    options = parse_topology("v5p:2x2x2").compiler_options
+    assert compile_with(program, options) is program
+    assert "gathers weights during matmuls" in caplog.text
+    # Absent GPUs need their option, and another error is not about options.
+    for text, other in ((says, "h200:8"), ("INTERNAL: a bug", "v5p:2x2x2")):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text[:8]):
+            compile_with(Lowered(text), parse_topology(other).compiler_options)
 
 
 IMPOSSIBLE = (

@@ -8,7 +8,7 @@ from functools import lru_cache
 import jax
 from jax.sharding import Mesh
 
-from zinf.core.topology.options import options_for
+from zinf.core.topology.options import compile_with, options_for
 from zinf.core.topology.pinned import keep_pinned
 from zinf.core.topology.uncached import uncached
 
@@ -47,11 +47,11 @@ def compile_for(mesh: Mesh, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(dict(QUICK) if _are_only_read.get() else None)
     options = options_for(platform, num_devices=mesh.size, is_present=is_present)
     if is_present:
-        return lowered.compile(options or None)
+        return compile_with(lowered, options)
     if platform == "gpu":
         keep_pinned(lowered)
     with uncached():
-        return lowered.compile(options)
+        return compile_with(lowered, options)
 
 
 @lru_cache

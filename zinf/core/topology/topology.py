@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zinf.core.topology.chip import CHIPS, Chip
-from zinf.core.topology.options import options_for
+from zinf.core.topology.options import compile_with, options_for
 from zinf.core.topology.pinned import keep_pinned
 from zinf.core.topology.tpu import tpu_devices
 from zinf.core.topology.uncached import uncached
@@ -67,7 +67,7 @@ class Topology:
         if self.chip.platform == "gpu":
             keep_pinned(lowered)
         with uncached():
-            return lowered.compile(self.compiler_options)
+            return compile_with(lowered, self.compiler_options)
 
     def devices(self) -> list[Any]:
         """Its devices, in process order, for meshes to compile for but not to run on.
