@@ -1,6 +1,7 @@
 """Restores what exchanges lost on devices of another number than it was saved on."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,8 +84,10 @@ def join(
             f"{len(begun):,}",
         )
     for one in others:
+        settles = not one.there or not one.here
         sizes = [saved.arrays[a].nbytes for a in one.there]
         sizes += [residents.specs[a].nbytes for a in one.here]
+        sizes += _settled_bytes(residents, one.path) if settles else []
         with counted({Tier.HOST: sum(sizes)}, residents, "restoring errors"):
             joined = [
                 one.parts.joined(slot, saved.read(array, verify=verify))
@@ -96,5 +99,15 @@ def join(
                 if joined:
                     own = joined[slot][tuple(slice(*ends) for ends in layout.box)]
                 residents.write_share(array, own)
-            if not joined or not one.here:
+            if settles:
                 settle(one.path, joined or None)
+
+
+def _settled_bytes(residents: Residents, path: str) -> list[int]:
+    """What `settle` holds of arrays of a leaf: each in float32, and its new content."""
+    itemsize = np.dtype(np.float32).itemsize
+    return [
+        2 * math.prod(spec.shape) * itemsize
+        for array, spec in residents.specs.items()
+        if array.path == path and array.role in (Role.PARAM, Role.MASTER, Role.STATE)
+    ]

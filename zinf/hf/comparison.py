@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 
-from zinf.core.process.user_cache import recall, remember, user_cache
+from zinf.core.process.user_cache import own_digest, recall, remember, user_cache
 from zinf.core.sharding.mesh import first_cpu
 from zinf.hf.model import Model
 from zinf.hf.module import build, output_name
@@ -302,9 +302,7 @@ def _place(config: transformers.PretrainedConfig, auto_class: str) -> Path:
         auto_class,
         versions(),
         config.to_json_string(),
+        own_digest(),
     ):
         digest.update(part.encode() + b"\0")
-    # zinf's version does not show changes of its source since the release.
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
     return user_cache() / "compared" / f"{digest.hexdigest()[:32]}.json"

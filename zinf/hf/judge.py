@@ -111,17 +111,19 @@ class Judge(AbstractRewardModel):
             ValueError: its processor or its template refuses some; the message names
                 the prompt.
         """
-        rows: list[Row] = []
+        most: Row | None = None
         for prompt in prompts:
             if prompt.beside:
                 try:
-                    rows.append(self._row_of(prompt.shown, [], prompt.beside))
+                    row = self._row_of(prompt.shown, [], prompt.beside)
                 except (_Unread, ValueError) as error:
                     raise ValueError(
                         f"{prompt.where}: the reward model {self.model.name} cannot "
                         f"read the prompt: {error}"
                     ) from error
-        return replace(self, most=max(rows, key=_num_pieces, default=None))
+                if most is None or _num_pieces(row) > _num_pieces(most):
+                    most = row
+        return replace(self, most=most)
 
     def image_specs(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the images of a batch of rows, if prompts have any."""

@@ -127,8 +127,8 @@ class ImageReader:
         """A sentence about an image processor of another architecture, or nothing."""
         kind = self.model.config.model_type
         found = type(self.processor.image_processor).__name__
-        expected = IMAGE_PROCESSOR_MAPPING_NAMES[kind]["pil"]
-        if found == expected:
+        expected = IMAGE_PROCESSOR_MAPPING_NAMES[kind].get("pil")
+        if expected is None or found == expected:
             return ""
         return (
             f" It is of another model: {found}, and models of the architecture "
