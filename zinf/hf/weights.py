@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.memory import aligned_empty
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
@@ -267,15 +268,29 @@ class StoredWeights(AbstractWeights):
         conversion = self._made_by[name]
         if conversion.converter is None:
             return self._files.read(conversion.source, box)
-        rows = slice(*box[0]) if conversion.is_by_row else slice(None)
+        if not conversion.is_by_row:
+            array = self._converted(name, slice(None))
+            return array[slice(*box[0])] if box else array
+        low, high = box[0]
+        if high - low == 1:
+            return self._converted(name, slice(low, high))
+        # Converting one row at a time holds the part once, and three times a row.
+        spec = self.specs[name]
+        part = aligned_empty((high - low, *spec.shape[1:]), numpy_dtype(spec.dtype))
+        for row in range(low, high):
+            part[row - low] = self._converted(name, slice(row, row + 1))[0]
+        return part
+
+    def _converted(self, name: str, rows: slice) -> np.ndarray:
+        """What a weight's conversion makes of the tensors of some rows."""
+        conversion = self._made_by[name]
         tensors = {
             pattern: [to_torch(self._whole(source)) for source in sources[rows]]
             for pattern, sources in conversion.sources.items()
         }
         done = conversion.run(tensors, self._model)
         result = next(x for n, x in done.items() if self._first.get(n, n) == name)
-        array = to_numpy(result)
-        return array if conversion.is_by_row or not box else array[slice(*box[0])]
+        return to_numpy(result)
 
     def _whole(self, source: str) -> np.ndarray:
         shape = self._files.specs[source].shape

@@ -1,6 +1,7 @@
 """Where each weight of a mixture comes from, and what memory it takes to read it."""
 
 import tracemalloc
+from collections import Counter
 
 import numpy as np
 import optax
@@ -12,6 +13,7 @@ import transformers  # isort: skip
 from safetensors.numpy import load_file, save_file  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.core.memory.nvme.chunk_file import ChunkFile  # isort: skip
 from zinf.hf.engine import ModelEngine  # isort: skip
 from zinf.hf.weights import Conversion  # isort: skip
 
@@ -138,3 +140,28 @@ def test_loading_a_mixture_holds_a_few_experts_transformers_47514(
     # A part that is read and one that is written, each with its copies, and Python's
     # own objects. A layer has 16 experts, and the model 32.
     assert peaks[0] < 8 * expert
+
+
+def test_chunks_of_a_mixture_are_written_once_and_not_read(tmp_path, monkeypatch):
+    """Experts come one by one, and a chunk holds several of them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "num_local_experts": 20}
+    config = transformers.MixtralConfig(**SMALL | sizes | {"num_hidden_layers": 1})
+    wanted = params_of(save(config, tmp_path / "model", shard="5MB"))
+    writes, reads, write = Counter(), Counter(), ChunkFile.write
+
+    def counted(chunk, *arguments):
+        writes[chunk.path] += 1
+        write(chunk, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkFile, "write", counted)
+        patch.setattr(ChunkFile, "_read_whole", lambda chunk, *_: reads.update([chunk]))
+        engine = opened(tmp_path / "model", tmp_path, "nvme")
+    with engine:
+        assert not reads
+        assert set(writes.values()) == {1}
+        # 20 and 10 MiB of experts, in chunks of at most 16 MiB.
+        experts = [path for path in writes if path.stat().st_size > 2**22]
+        assert len(experts) == 2 + 1
+        for name, value in wanted.items():
+            np.testing.assert_array_equal(engine.get(name), value, err_msg=name)

@@ -31,6 +31,8 @@ from zinf.core.interchange.outgoing import held_bytes
 from zinf.core.interchange.safetensors_files import SafetensorsFiles
 from zinf.core.interchange.sources import parameters
 from zinf.core.memory.host.pool import POOL
+from zinf.core.memory.nvme.chunk_file import ChunkFile
+from zinf.core.memory.storage_error import StorageError
 from zinf.core.process.malloc import anonymous_bytes
 from zinf.core.program import Tier
 
@@ -138,6 +140,48 @@ def test_an_import_holds_two_parts_and_what_becomes_of_one(engine, tmp_path):
         with host_room(other, held), memory_below(held + SLACK_BYTES):
             import_safetensors(other, tmp_path / "out")
         assert_same_trees(other.params(), engine.params())
+
+
+def test_an_import_has_as_many_writes_under_way_as_the_host_has_room_for(
+    tmp_path, monkeypatch
+):
+    num_leaves, most, numel = 12, 3, 2**16
+    nbytes = 4 * numel
+
+    def total(params: dict[str, Any], _: dict[str, Any]) -> jax.Array:
+        return sum(jnp.sum(jnp.square(leaf)) for leaf in params.values())
+
+    make = lambda: {f"w{i}": jnp.full(numel, i, "float32") for i in range(num_leaves)}  # noqa: E731
+    together = threading.Barrier(most, timeout=60)
+    lock, counts, write = threading.Lock(), {"now": 0, "most": 0}, ChunkFile.write
+
+    def together_with_others(*arguments: Any) -> None:
+        with lock:
+            counts["now"] += 1
+            counts["most"] = max(counts.values())
+        together.wait()  # Breaks, and fails the write, if others are never begun.
+        write(*arguments)
+        with lock:
+            counts["now"] -= 1
+
+    def fail_once(chunk: ChunkFile, *arguments: Any) -> None:
+        monkeypatch.setattr(ChunkFile, "write", write)
+        raise StorageError(5, "the drive failed")
+
+    config = on_nvme(tmp_path / "nvme") | {"frozen": []}
+    batch = {"x": np.zeros(1, np.float32)}
+    with zinf.initialize(total, make, optax.sgd(1e-2), config, batch=batch) as engine:
+        export_safetensors(engine, tmp_path / "out")
+        monkeypatch.setattr(ChunkFile, "write", together_with_others)
+        # A part that is read, one that is used, and writes under way.
+        with host_room(engine, nbytes * (2 + most - 1)):
+            import_safetensors(engine, tmp_path / "out")
+        assert counts == {"now": 0, "most": most}
+        monkeypatch.setattr(ChunkFile, "write", fail_once)
+        with pytest.raises(StorageError, match="the drive failed") as failed:
+            import_safetensors(engine, tmp_path / "out")
+        assert "initial values" in failed.value.__notes__[0]
+        assert_same_trees(engine.params(), make())
 
 
 @pytest.mark.slow

@@ -1,22 +1,30 @@
 """Writes imported parameters to the tiers of an engine before its first step."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from math import lcm, prod
+from typing import Self
 
 import numpy as np
 
-from zinf.checkpoint.stripes import counted
+from zinf.checkpoint.stripes import counted, room
 from zinf.core.engine.engine import Engine
 from zinf.core.interchange.names import Terms, match
 from zinf.core.interchange.rounding import MASK_BYTES, rounded
 from zinf.core.interchange.sources import EngineTensors, kept
 from zinf.core.interchange.tensors import AbstractTensors, read_bytes, stream
 from zinf.core.memory import Residents
+from zinf.core.memory.chunk import MAX_CHUNK_BYTES
 from zinf.core.optim.separate import LeafUpdate
-from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.sharding import Box
 from zinf.core.step.planner import Planner
 from zinf.core.step.updates import cpu_device
 from zinf.distributed import Digests
+
+# Writes under way while the next part is read: a drive takes several chunks at once.
+WRITING_BYTES = 4 * MAX_CHUNK_BYTES
 
 
 def place(
@@ -103,6 +111,14 @@ class _Placing:
         }
         # Initialize state on the CPU: it need not go to an accelerator and back.
         self.device = cpu_device(planner.rule.mesh)
+        self.room_bytes = room(residents)[Tier.HOST]
+        self.room_bytes -= residents.unwritten_bytes(Tier.HOST)
+        self.rows = {path: self._rows(path) for path in found}
+        self.part_bytes = max(
+            (self._part_bytes(*x) for x in self.rows.items()), default=0
+        )
+        left_bytes = max(0, self.room_bytes - self.part_bytes)
+        self.writes = _Writes(residents, min(WRITING_BYTES, left_bytes))
 
     def run(self) -> None:
         path_of = {name: path for path, name in self.found.items()}
@@ -114,12 +130,13 @@ class _Placing:
             self.write(path_of[name], box, content)
             self.residents.stores.heap.relieve()
 
-        stream(self.tensors, wanted, write)
+        with self.writes:
+            stream(self.tensors, wanted, write)
 
     def cut(self, path: str) -> Iterator[Box]:
         """The parts in which a leaf is read and written: blocks of rows."""
         shape = self.params[path].master.shape
-        rows = self.rows(path)
+        rows = self.rows[path]
         rest = [(0, size) for size in shape[1:]]
         pieces = self.residents.pieces(ArrayId(Role.PARAM, path))
         if not shape:
@@ -133,8 +150,11 @@ class _Placing:
             for start in range(0, shape[0], rows):
                 yield ((start, min(start + rows, shape[0])), *rest)
 
-    def rows(self, path: str) -> int:
-        """Number of rows of a leaf that are moved at once."""
+    def _rows(self, path: str) -> int:
+        """Number of rows of a leaf that are moved at once.
+
+        They fill whole chunks of the tiers that they go to, if the host has room.
+        """
         shape = self.params[path].master.shape
         if not shape:
             return 1
@@ -145,29 +165,44 @@ class _Placing:
         update = self.updates.get(path)
         if not has_rows or (update is not None and not update[1].is_elementwise):
             return max(1, shape[0])
-        return self.tensors.block(self.found[path])[0]
+        block = self.tensors.block(self.found[path])[0]
+        arrays = self._arrays(path)
+        step = lcm(*map(self.residents.rows_per_chunk, arrays))
+        rows = step * max(1, round(block / step))
+        fits = self._part_bytes(path, rows) <= self.room_bytes
+        return rows if fits else block
+
+    def _arrays(self, path: str) -> list[ArrayId]:
+        """The arrays that a leaf is kept as."""
+        roles = (
+            [Role.MASTER, Role.PARAM] if self.params[path].has_master else [Role.PARAM]
+        )
+        update = self.updates.get(path)
+        states = [] if update is None else update[1].states
+        return [ArrayId(role, path) for role in roles] + [
+            state.array(path) for state in states
+        ]
 
     def held_bytes(self) -> int:
-        """Most host bytes that the import holds: parts as read, as kept, and state."""
-        most = 0
-        for path, name in self.found.items():
-            spec, read = self.params[path], self.tensors.specs[name]
-            shape = spec.master.shape
-            rows = min(self.rows(path), shape[0]) if shape else 1
-            numel = ArraySpec((rows, *shape[1:]), "bool", 1).nbytes
-            each = read_bytes(self.tensors, name, read.itemsize)
-            if read.dtype != spec.master.dtype.name:
-                each += spec.master.dtype.itemsize + MASK_BYTES
-            if spec.has_master:
-                each += spec.compute.dtype.itemsize
-            if path in self.updates:
-                states = self.updates[path][1].states
-                each += sum(state.spec.dtype.itemsize for state in states)
-            most = max(most, numel * each)
-        return most
+        """Most host bytes that the import holds: a part, and writes under way."""
+        return self.part_bytes + self.writes.capacity_bytes
+
+    def _part_bytes(self, path: str, rows: int) -> int:
+        """Most host bytes of a part of a leaf: as read, as kept, and state."""
+        name, spec = self.found[path], self.params[path]
+        read, shape = self.tensors.specs[name], spec.master.shape
+        each = read_bytes(self.tensors, name, read.itemsize)
+        if read.dtype != spec.master.dtype.name:
+            each += spec.master.dtype.itemsize + MASK_BYTES
+        if spec.has_master:
+            each += spec.compute.dtype.itemsize
+        if path in self.updates:
+            states = self.updates[path][1].states
+            each += sum(state.spec.dtype.itemsize for state in states)
+        return prod((*(min(rows, size) for size in shape[:1]), *shape[1:])) * each
 
     def write(self, path: str, box: Box, content: np.ndarray) -> None:
-        """Writes one part of a leaf, and the state of that part, to their tiers."""
+        """Begins to write one part of a leaf, and its state, to their tiers."""
         spec = self.params[path]
         self.digests.add(f"{path}{[*box]}", content)
         is_whole = content.shape == spec.master.shape
@@ -175,11 +210,51 @@ class _Placing:
         kept = rounded(content, spec.master.dtype.name, name=path)
         compute = kept.astype(spec.compute.dtype, copy=False)
         if spec.has_master:
-            self.residents.write_new(ArrayId(Role.MASTER, path, rows), kept)
-        self.residents.write_new(ArrayId(Role.PARAM, path, rows), compute)
+            self.writes.begin(ArrayId(Role.MASTER, path, rows), kept)
+        self.writes.begin(ArrayId(Role.PARAM, path, rows), compute)
         if path in self.updates:
             number, update = self.updates[path]
             states = self.separated.init_state(number, kept, device=self.device)
             for state, value in zip(update.states, states, strict=True):
-                array = state.array(path, rows)
-                self.residents.write_new(array, np.asarray(value))
+                self.writes.begin(state.array(path, rows), np.asarray(value))
+        self.writes.make_room()
+
+
+class _Writes:
+    """Writes to `residents` that are under way, and waited for in order.
+
+    In `with`, which ends when none is under way and raises the error of one that
+    failed.
+    """
+
+    def __init__(self, residents: Residents, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._residents, self._nbytes = residents, 0
+        self._begun: deque[tuple[int, list[Future[None]]]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        # What failed is written again, so nothing may still be on its way there.
+        wait([future for _, begun in self._begun for future in begun])
+        if kind is None:
+            self._wait_down_to(0)
+
+    def begin(self, array: ArrayId, content: np.ndarray) -> None:
+        begun = self._residents.begin_write_new(array, content)
+        nbytes = 0 if all(future.done() for future in begun) else content.nbytes
+        self._begun.append((nbytes, begun))
+        self._nbytes += nbytes
+
+    def make_room(self) -> None:
+        """Wait until at most `capacity_bytes` are under way."""
+        self._wait_down_to(self.capacity_bytes)
+
+    def _wait_down_to(self, nbytes: int) -> None:
+        while self._begun and (self._nbytes > nbytes or not nbytes):
+            moved_bytes, begun = self._begun[0]
+            for future in begun:
+                future.result()
+            self._begun.popleft()
+            self._nbytes -= moved_bytes

@@ -1,6 +1,7 @@
 """The persistent arrays of a run, addressed as wholes wherever their pieces rest."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 
 import jax
 import numpy as np
@@ -67,12 +68,7 @@ class Residents:
 
     def write(self, array: ArrayId, content: np.ndarray) -> None:
         """Replaces `array` (whole, or any rows) with `content` at its home."""
-        if array.rows and not self.layouts.of(array.whole).has_whole_rows:
-            self._write_cut_rows(array, content)
-            return
-        for piece, wanted, part in self._parts(array, content):
-            share = self.layouts.of(wanted).take_share(part)
-            self._write_share(piece, wanted, share)
+        _finish(self._begin(array, content))
 
     def pieces(self, whole: ArrayId) -> list[ArrayId]:
         """The pieces that an array is kept in, in order: itself, or rows of it."""
@@ -100,7 +96,7 @@ class Residents:
         the same order.
         """
         for piece, wanted, part in self._parts(array, content):
-            self._write_share(piece, wanted, part)
+            self._begin_share(piece, wanted, part).result()
 
     def _share_rows(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
         store = self.stores[self.homes[piece]]
@@ -120,13 +116,54 @@ class Residents:
         Rows on a tier with files go straight to their file. In memory the whole array
         is made first; its other rows are undefined until they are written.
         """
+        _finish(self.begin_write_new(array, content))
+
+    def begin_write_new(
+        self, array: ArrayId, content: np.ndarray
+    ) -> list[Future[None]]:
+        """Like `write_new`, but does not wait for drives: the futures do.
+
+        `content` must not change until all are done. Meanwhile the caller may write
+        other arrays, and other rows of this one.
+        """
         whole = array.whole
         if array.rows is not None and self._pieces[whole] == [whole]:
             home = self.homes[whole]
             if not self.stores[home].contains(whole):
                 shape = self.layouts.of(whole).share_shape
-                self._write_share(whole, whole, np.empty(shape, content.dtype))
-        self.write(array, content)
+                fresh = np.empty(shape, content.dtype)
+                self._begin_share(whole, whole, fresh).result()
+        return self._begin(array, content)
+
+    def rows_per_chunk(self, whole: ArrayId) -> int:
+        """Rows of an array that its tiers write without reading their neighbours.
+
+        Such rows start and stop at multiples of that number.
+        """
+        homes = {self.homes[piece] for piece in self._pieces[whole]}
+        return max(self.stores[tier].rows_per_chunk(whole) for tier in homes)
+
+    def unwritten_bytes(self, tier: Tier) -> int:
+        """Bytes that the ledger of a tier in memory will count once all is written."""
+        return sum(
+            self.layouts.share(piece).nbytes
+            for piece, home in self.homes.items()
+            if home == tier and not self.stores[tier].contains(piece)
+        )
+
+    def _begin(self, array: ArrayId, content: np.ndarray) -> list[Future[None]]:
+        if array.rows and not self.layouts.of(array.whole).has_whole_rows:
+            self._write_cut_rows(array, content)
+            return []
+        begun: list[Future[None]] = []
+        try:
+            for piece, wanted, part in self._parts(array, content):
+                share = self.layouts.of(wanted).take_share(part)
+                begun.append(self._begin_share(piece, wanted, share))
+        except BaseException:
+            wait(begun)
+            raise
+        return begun
 
     def _write_cut_rows(self, array: ArrayId, content: np.ndarray) -> None:
         """Writes those rows that this process keeps of an array sharded by rows.
@@ -142,7 +179,7 @@ class Residents:
         if start < stop:
             part = content[start - array.rows[0] : stop - array.rows[0]]
             share[start - first : stop - first] = part
-        self._write_share(whole, whole, share)
+        self._begin_share(whole, whole, share).result()
 
     def _share(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
         """This process's share of some rows of a piece, on the host."""
@@ -151,7 +188,9 @@ class Residents:
             return content
         return to_shares([content], [self.layouts.of(wanted)])[0]
 
-    def _write_share(self, piece: ArrayId, wanted: ArrayId, share: np.ndarray) -> None:
+    def _begin_share(
+        self, piece: ArrayId, wanted: ArrayId, share: np.ndarray
+    ) -> Future[None]:
         tier = self.homes[piece]
         self.stores.device.forget_rows(piece.path)
         content: np.ndarray | jax.Array = share
@@ -159,7 +198,7 @@ class Residents:
             layout = self.layouts.of(wanted)
             content = in_device_form(to_devices([share], [layout])[0], layout)
             content = donatable(content)
-        self.stores[tier].write(wanted, content).result()
+        return self.stores[tier].write(wanted, content)
 
     def _parts(
         self, array: ArrayId, content: np.ndarray
@@ -186,3 +225,10 @@ class Residents:
             low, high = max(start, piece.rows[0]), min(stop, piece.rows[1])
             if low < high:
                 yield piece, piece.piece((low, high))
+
+
+def _finish(begun: Collection[Future[None]]) -> None:
+    """Wait for all writes, and raise the error of the first that failed."""
+    wait(begun)
+    for future in begun:
+        future.result()

@@ -69,6 +69,14 @@ class AbstractStore(ABC):
             StorageError: the drives are full, or the files cannot be made.
         """
 
+    def rows_per_chunk(self, array: ArrayId) -> int:
+        """Rows of the leading dim of `array` that have a file of their own, at most.
+
+        Rows that start or stop elsewhere than at a multiple share a file with others,
+        which a write has to read first. 1 if no file has several rows.
+        """
+        return 1
+
     @abstractmethod
     def read(self, array: ArrayId) -> Future[Any]:
         """The content of `array`, as the kind of value that this tier keeps.

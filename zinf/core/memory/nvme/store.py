@@ -120,6 +120,10 @@ class NvmeStore(AbstractStore):
             self._arrays[array] = made
         self._index.add(made.folder.name, array, spec)
 
+    def rows_per_chunk(self, array: ArrayId) -> int:
+        chunk = self._stored(array).layout.chunk
+        return chunk[0] if chunk else 1
+
     def read(self, array: ArrayId) -> Future[np.ndarray]:
         stored, rows = self._find(array)
         if stored is None:
