@@ -11,6 +11,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +28,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.interchange.tensors import AbstractTensors, ahead
 from zinf.core.memory import aligned_empty
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.program import ArraySpec
@@ -41,6 +42,8 @@ COMPARED_BYTES = 64 << 20
 # The operations, with their dims, that put experts into one tensor, and then the two
 # matrices of each.
 JOINING = [(MergeModulelist, 0), (Concatenate, 1)]
+# Rows of a stack of experts that are read at once, each from tensors of its own.
+ROWS_AHEAD = 4
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
@@ -269,26 +272,33 @@ class StoredWeights(AbstractWeights):
         if conversion.converter is None:
             return self._files.read(conversion.source, box)
         if not conversion.is_by_row:
-            array = self._converted(name, slice(None))
+            array = self._converted(name, self._tensors(conversion, slice(None)))
             return array[slice(*box[0])] if box else array
         low, high = box[0]
         if high - low == 1:
-            return self._converted(name, slice(low, high))
-        # Converting one row at a time holds the part once, and three times a row.
+            return self._converted(name, self._tensors(conversion, slice(low, high)))
+        # Converting all rows at once would hold the part three times.
         spec = self.specs[name]
         part = aligned_empty((high - low, *spec.shape[1:]), numpy_dtype(spec.dtype))
-        for row in range(low, high):
-            part[row - low] = self._converted(name, slice(row, row + 1))[0]
+        rows = (slice(row, row + 1) for row in range(low, high))
+        read = partial(self._tensors, conversion)
+        for row, tensors in enumerate(ahead(read, rows, ROWS_AHEAD)):
+            part[row] = self._converted(name, tensors)[0]
         return part
 
-    def _converted(self, name: str, rows: slice) -> np.ndarray:
-        """What a weight's conversion makes of the tensors of some rows."""
-        conversion = self._made_by[name]
-        tensors = {
+    def _tensors(
+        self, conversion: Conversion, rows: slice
+    ) -> dict[str, list[torch.Tensor]]:
+        """The tensors of some rows by the pattern that they match."""
+        return {
             pattern: [to_torch(self._whole(source)) for source in sources[rows]]
             for pattern, sources in conversion.sources.items()
         }
-        done = conversion.run(tensors, self._model)
+
+    def _converted(
+        self, name: str, tensors: Mapping[str, Sequence[torch.Tensor]]
+    ) -> np.ndarray:
+        done = self._made_by[name].run(tensors, self._model)
         result = next(x for n, x in done.items() if self._first.get(n, n) == name)
         return to_numpy(result)
 

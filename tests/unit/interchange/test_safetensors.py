@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors
+from safetensors.numpy import save_file
 
 import zinf
 from tests.robustness.small import content
@@ -29,8 +31,12 @@ from tests.unit.interchange.models import (
     on_nvme,
 )
 from zinf.checkpoint.saved import Saved
-from zinf.core.interchange import export_safetensors, import_safetensors
-from zinf.core.interchange.safetensors_files import SafetensorsFiles
+from zinf.core.interchange import (
+    export_safetensors,
+    import_safetensors,
+    safetensors_files,
+)
+from zinf.core.interchange.safetensors_files import OpenedFile, SafetensorsFiles
 from zinf.core.memory import BudgetExceeded, StorageError
 from zinf.core.memory.nvme.system import System
 from zinf.core.program import Tier
@@ -328,13 +334,48 @@ def test_folders_that_hold_no_sound_model_are_refused(exported, tmp_path, golden
         assert set(files.specs) == set(names)
 
 
-def test_a_file_that_is_cut_off_after_it_was_opened_is_named(exported, tmp_path):
+def test_a_file_that_is_cut_off_or_replaced_after_it_was_opened_is_named(
+    exported, tmp_path
+):
     file = tmp_path / "model.safetensors"
-    file.write_bytes((exported / file.name).read_bytes())
+    content = (exported / file.name).read_bytes()
+    file.write_bytes(content)
     with SafetensorsFiles(file) as files:
-        os.truncate(file, file.stat().st_size - 1)
         last = max(files.specs, key=lambda name: files._stored[name].start)
-        shape = files.specs[last].shape
+        box = tuple((0, size) for size in files.specs[last].shape)
+        files.read(last, box)
+        os.truncate(file, file.stat().st_size - 1)
         with pytest.raises(StorageError, match="the file ends at byte") as failed:
-            files.read(last, tuple((0, size) for size in shape))
+            files.read(last, box)
         assert failed.value.filename == str(file)
+        (tmp_path / "other").write_bytes(content)
+        os.replace(tmp_path / "other", file)
+        with pytest.raises(StorageError, match="another file has taken its place"):
+            files.read(last, box)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_tensor_is_read_past_the_page_cache_if_it_is_not_there(
+    is_cached, tmp_path, monkeypatch
+):
+    """In spans that threads read at once, from wherever the tensor begins."""
+    words = {"a": np.arange(7, dtype=np.uint8), "b": np.arange(10**7 // 4)}
+    file, together, lasting = tmp_path / "x.safetensors", threading.Barrier(2), []
+    save_file(words, file)
+    read = OpenedFile._read
+
+    def noting(opened, start, memory, mover):
+        if mover.only_cached and not is_cached:
+            raise BlockingIOError
+        if memory.size > 2**20:
+            together.wait(60)
+            lasting.append(mover.only_cached)
+        read(opened, start, memory, mover)
+
+    monkeypatch.setattr(OpenedFile, "_read", noting)
+    monkeypatch.setattr(safetensors_files, "SPAN_BYTES", 10**7)
+    with SafetensorsFiles(file) as files:
+        for name, value in words.items():
+            found = files.read(name, ((0, len(value)),))
+            np.testing.assert_array_equal(found, value)
+    assert lasting == [is_cached] * 2

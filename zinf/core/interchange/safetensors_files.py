@@ -5,6 +5,8 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from threading import Lock
@@ -17,6 +19,10 @@ from zinf.core.interchange.names import listed
 from zinf.core.interchange.tensors import AbstractTensors, first_element
 from zinf.core.memory import aligned_empty
 from zinf.core.memory.chunk import chunk_shape
+from zinf.core.memory.nvme import Drive
+from zinf.core.memory.nvme.file import as_bytes
+from zinf.core.memory.nvme.open_file import Bytes, Mover
+from zinf.core.memory.nvme.request import Request
 from zinf.core.memory.storage_error import INTERCHANGE
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.sharding import Box
@@ -25,6 +31,46 @@ from zinf.core.text.json_text import from_json
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX_BYTES = 100_000_000
+# Threads of the drive read this much of a part each, so that several are in flight.
+SPAN_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A file whose header was read, and how to know that it is the same file still."""
+
+    path: Path
+    identity: tuple[int, int]
+
+    @property
+    def folder(self) -> Path:
+        """Where the content is: files in Hugging Face's cache are links."""
+        return self.path.resolve().parent
+
+    def read(self, start: int, memory: Bytes, mover: Mover) -> None:
+        """Fill `memory` from byte `start` on, from the page cache if all is there.
+
+        Other bytes go past it: copying them into it and out took most of the processor
+        time of loading a model.
+        """
+        cached = Mover(
+            mover.system, mover.block_bytes, is_direct=False, only_cached=True
+        )
+        try:
+            self._read(start, memory, cached)
+        except OSError:  # Whatever it was, the drive is asked again.
+            self._read(start, memory, mover)
+
+    def _read(self, start: int, memory: Bytes, mover: Mover) -> None:
+        with mover.open(self.path, os.O_RDONLY, memory.size) as file:
+            found = file.stat()
+            if (found.st_dev, found.st_ino) != self.identity:
+                text = "another file has taken its place since it was opened"
+                raise INTERCHANGE.error(mover.what, errno.EIO, self.path, text)
+            if found.st_size < start + memory.size:
+                text = f"the file ends at byte {found.st_size:,}, within the tensor"
+                raise INTERCHANGE.error(mover.what, errno.EIO, self.path, text)
+            file.read(start, memory)
 
 
 class SafetensorsFiles(AbstractTensors):
@@ -42,10 +88,11 @@ class SafetensorsFiles(AbstractTensors):
     """
 
     def __init__(self, path: Path | str) -> None:
-        self._files: dict[str, tuple[Path, FileIO]] = {}
+        self._files: dict[str, OpenedFile] = {}
         self._stored: dict[str, Stored] = {}
+        self._drives: dict[Path, Drive] = {}
         self._open = ExitStack()
-        self._reading = Lock()
+        self._opening = Lock()
         path = Path(path)
         try:
             if path.is_dir():
@@ -70,27 +117,29 @@ class SafetensorsFiles(AbstractTensors):
         return chunk_shape(self.specs[name])
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        path, file = self._files[name]
-        stored = self._stored[name]
+        file, stored = self._files[name], self._stored[name]
         value = aligned_empty(
             tuple(high - low for low, high in box), numpy_dtype(stored.spec.dtype)
         )
         _check_is_run(box, stored.spec.shape)
         first = first_element(box, stored.spec.shape)
         start = stored.start + first * stored.spec.itemsize
-        left = value.reshape(-1).view(np.uint8).data
-        what = f"Cannot read {name!r}"
-        # The lock keeps `seek` and `readinto` together: Windows has no `os.pread`.
-        with self._reading:
-            while left:
-                with INTERCHANGE.explained(what, path):
-                    file.seek(start)
-                    count = file.readinto(left)
-                if not count:
-                    found = f"the file ends at byte {start:,}, within the tensor"
-                    raise INTERCHANGE.error(what, errno.EIO, path, found)
-                left, start = left[count:], start + count
-        return value
+        memory = as_bytes(value)
+        tasks = [
+            partial(file.read, start + low, memory[low : low + SPAN_BYTES])
+            for low in range(0, memory.size, SPAN_BYTES)
+        ]
+        request = Request(f"Cannot read {name!r}", len(tasks), lambda: value)
+        self._drive(file).submit("read", request, tasks)
+        return request.future.result()
+
+    def _drive(self, file: OpenedFile) -> Drive:
+        with self._opening:
+            drive = self._drives.get(file.folder)
+            if drive is None:
+                drive = Drive(file.folder, probe=file.path, advice=INTERCHANGE)
+                self._drives[file.folder] = self._open.enter_context(drive)
+            return drive
 
     def _add_folder(self, folder: Path) -> None:
         found = sorted(p.name for p in folder.iterdir() if p.name.endswith(SUFFIX))
@@ -119,17 +168,18 @@ class SafetensorsFiles(AbstractTensors):
             # but a file: opening a pipe would wait.
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ValueError(f"{path} is no file.")
-            file = self._open.enter_context(FileIO(path))
-            found = read_header(file, path)
+            with FileIO(path) as file:
+                found, status = read_header(file, path), os.fstat(file.fileno())
         twice = [name for name in found if name in self._stored]
         if twice:
-            other = self._files[twice[0]][0]
+            other = self._files[twice[0]].path
             raise ValueError(f"{listed(twice)} is in {path} and in {other}.")
         self._stored.update(found)
-        self._files.update(dict.fromkeys(found, (path, file)))
+        opened = OpenedFile(path, (status.st_dev, status.st_ino))
+        self._files.update(dict.fromkeys(found, opened))
 
     def _check_index(self, index: Path, weights: Mapping[str, str]) -> None:
-        found = {name: path.name for name, (path, _) in self._files.items()}
+        found = {name: file.path.name for name, file in self._files.items()}
         wrong = {n for n, _ in found.items() ^ weights.items()}
         if wrong:
             raise ValueError(

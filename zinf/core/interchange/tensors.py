@@ -1,17 +1,22 @@
 """Named arrays that are read in parts, to be exported, imported or compared."""
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
 from zinf.checkpoint.grid import whole_box
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
+
+X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 class AbstractTensors(ABC):
@@ -88,6 +93,18 @@ def stream(
             ahead = begun
         if ahead is not None:
             use(ahead[0], ahead[1], ahead[2].result())
+
+
+def ahead(function: Callable[[X], Y], items: Iterable[X], count: int) -> Iterator[Y]:
+    """`function` of each item in order; `count` at most are begun and not yet used."""
+    with ThreadPoolExecutor(count, thread_name_prefix="zinf-ahead") as pool:
+        begun: deque[Future[Y]] = deque()
+        for item in items:
+            if len(begun) == count:
+                yield begun.popleft().result()
+            begun.append(pool.submit(function, item))
+        while begun:
+            yield begun.popleft().result()
 
 
 def first_element(box: Box, shape: tuple[int, ...]) -> int:

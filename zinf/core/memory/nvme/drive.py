@@ -16,7 +16,7 @@ from zinf.core.memory.nvme.open_file import Mover
 from zinf.core.memory.nvme.profile import Profile, find_profile
 from zinf.core.memory.nvme.request import Request, Task
 from zinf.core.memory.nvme.system import O_DIRECT, System
-from zinf.core.memory.storage_error import StorageError, from_os_error, storage_error
+from zinf.core.memory.storage_error import NVME_TIER, Advice, StorageError
 
 # Long enough for retries of the kernel, which takes a request for lost after 30 s.
 STALL_SECONDS = 120.0
@@ -41,6 +41,7 @@ class Drive:
         system: the system calls, for tests.
         probe: an existing file to test O_DIRECT with, for folders in which nothing may
             be written, not even a temporary file.
+        advice: what errors say is to be done about them.
 
     Raises:
         StorageError: the folder cannot be written, or the probe cannot be read.
@@ -54,16 +55,18 @@ class Drive:
         stall_seconds: float = STALL_SECONDS,
         system: System | None = None,
         probe: Path | None = None,
+        advice: Advice = NVME_TIER,
     ) -> None:
         self.folder = folder.absolute()
         self.profile = profile or find_profile(self.folder) or Profile()
         self.stall_seconds = stall_seconds
         self.system = system or System()
+        self.advice = advice
         if probe is None:
-            self.is_direct = _takes_direct_requests(self.folder, self.system)
+            self.is_direct = self._takes_direct_requests()
         else:
             what = "Cannot read the folder"
-            self.is_direct = _opens_direct(what, probe, os.O_RDONLY, self.system)
+            self.is_direct = self._opens_direct(what, probe, os.O_RDONLY)
         self._queues: dict[Direction, SimpleQueue] = {}
         self._threads: list[threading.Thread] = []
         self._movers: list[Mover] = []
@@ -108,6 +111,7 @@ class Drive:
             self.profile.block_bytes,
             is_direct=self.is_direct,
             only_cached=only_cached,
+            advice=self.advice,
         )
 
     def run(self, what: str, task: Task) -> None:
@@ -183,7 +187,38 @@ class Drive:
             f"the drive has not answered for {seconds:.1f} seconds "
             f"(memory.stall_seconds is {self.stall_seconds:g})"
         )
-        return storage_error(request.what, errno.ETIMEDOUT, self.folder, found)
+        return self.advice.error(request.what, errno.ETIMEDOUT, self.folder, found)
+
+    def _takes_direct_requests(self) -> bool:
+        """Whether files there can be opened with O_DIRECT: not all file systems can.
+
+        Raises:
+            StorageError: no file can be written there at all.
+        """
+        what = "Cannot write to the folder"
+        try:
+            descriptor, name = mkstemp(prefix=".zinf-", dir=self.folder)
+        except OSError as error:
+            raise self.advice.from_os_error(what, self.folder, error) from error
+        try:
+            return self._opens_direct(what, Path(name), os.O_RDWR)
+        finally:
+            os.close(descriptor)
+            os.unlink(name)
+
+    def _opens_direct(self, what: str, file: Path, flags: int) -> bool:
+        try:
+            self.system.close(self.system.open(file, flags | O_DIRECT))
+        except OSError as error:
+            if error.errno != errno.EINVAL or not O_DIRECT:
+                raise self.advice.from_os_error(what, file.parent, error) from error
+            logger.warning(
+                "The file system of %s does not take O_DIRECT: files there are read "
+                "and written through the page cache, which is slower.",
+                file.parent,
+            )
+            return False
+        return O_DIRECT != 0
 
 
 def _work(queue: SimpleQueue, mover: Mover) -> None:
@@ -193,36 +228,3 @@ def _work(queue: SimpleQueue, mover: Mover) -> None:
         request.run(task, mover)
         # Request and task would keep the caller's memory while the thread waits.
         del item, request, task
-
-
-def _takes_direct_requests(folder: Path, system: System) -> bool:
-    """Whether files in `folder` can be opened with O_DIRECT: not all file systems can.
-
-    Raises:
-        StorageError: no file can be written there at all.
-    """
-    try:
-        descriptor, name = mkstemp(prefix=".zinf-", dir=folder)
-    except OSError as error:
-        raise from_os_error("Cannot write to the folder", folder, error) from error
-    try:
-        what = "Cannot write to the folder"
-        return _opens_direct(what, Path(name), os.O_RDWR, system)
-    finally:
-        os.close(descriptor)
-        os.unlink(name)
-
-
-def _opens_direct(what: str, file: Path, flags: int, system: System) -> bool:
-    try:
-        system.close(system.open(file, flags | O_DIRECT))
-    except OSError as error:
-        if error.errno != errno.EINVAL or not O_DIRECT:
-            raise from_os_error(what, file.parent, error) from error
-        logger.warning(
-            "The file system of %s does not take O_DIRECT: files there are read and "
-            "written through the page cache, which is slower.",
-            file.parent,
-        )
-        return False
-    return O_DIRECT != 0

@@ -13,7 +13,7 @@ import numpy as np
 
 from zinf.core.memory.host.aligned import address, aligned_empty
 from zinf.core.memory.nvme.system import O_BINARY, O_DIRECT, RWF_NOWAIT, System
-from zinf.core.memory.storage_error import StorageError, from_os_error, storage_error
+from zinf.core.memory.storage_error import NVME_TIER, Advice, StorageError
 
 PAGE_BYTES = mmap.PAGESIZE
 # Shorter ranges go through the page cache, which answers in 10 us where a drive takes
@@ -51,11 +51,13 @@ class Mover:
         *,
         is_direct: bool,
         only_cached: bool = False,
+        advice: Advice = NVME_TIER,
     ) -> None:
         self.system = system
         self.block_bytes = block_bytes
         self.is_direct = is_direct
         self.only_cached = only_cached
+        self.advice = advice
         self.busy_since: float | None = None
         self.what = "Cannot move bytes"
         self.is_wanted: Callable[[], bool] = always
@@ -89,7 +91,7 @@ class Mover:
         try:
             self.call(self.system.replace, source, target)
         except OSError as error:
-            raise from_os_error(self.what, target, error) from error
+            raise self.advice.from_os_error(self.what, target, error) from error
 
     def discard(self, path: Path) -> None:
         """Delete a file that is not needed, if it exists and can be deleted."""
@@ -281,13 +283,15 @@ class OpenFile:
         if is_read and size < offset + nbytes:
             code, found = errno.ENODATA, f"the file has only {size:,} bytes"
         place = _place(offset, nbytes)
-        return storage_error(self._mover.what, code, self.path, f"{found}, {place}")
+        found = f"{found}, {place}"
+        return self._mover.advice.error(self._mover.what, code, self.path, found)
 
     def _failure(
         self, error: OSError, offset: int | None = None, nbytes: int = 0
     ) -> StorageError:
         place = "" if offset is None else _place(offset, nbytes)
-        return from_os_error(self._mover.what, self.path, error, place=place)
+        mover = self._mover
+        return mover.advice.from_os_error(mover.what, self.path, error, place=place)
 
 
 def _place(offset: int, nbytes: int) -> str:
