@@ -111,8 +111,9 @@ class _Placing:
         }
         # Initialize state on the CPU: it need not go to an accelerator and back.
         self.device = cpu_device(planner.rule.mesh)
-        self.room_bytes = room(residents)[Tier.HOST]
-        self.room_bytes -= residents.unwritten_bytes(Tier.HOST)
+        own_bytes = room(residents)[Tier.HOST] - residents.unwritten_bytes(Tier.HOST)
+        # All processes cut leaves into the same parts.
+        self.room_bytes = min(planner.group.gather("room for weights", own_bytes))
         self.rows = {path: self._rows(path) for path in found}
         self.part_bytes = max(
             (self._part_bytes(*x) for x in self.rows.items()), default=0
