@@ -1,3 +1,4 @@
+import ctypes
 import errno
 import os
 
@@ -5,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.robustness.faults import open_files
-from zinf.core.memory.nvme import System
+from zinf.core.memory.nvme import System, system
 from zinf.core.memory.nvme.system import read_at, write_at
 
 REFUSED = {errno.EAGAIN, errno.ENOSYS, errno.EPERM}
@@ -30,6 +31,20 @@ def test_a_file_that_the_kernel_knows_is_opened_without_asking_a_drive(tmp_nvme)
         System().open_cached(tmp_nvme / "missing", os.O_RDONLY)
     assert missing.value.errno in REFUSED | {errno.ENOENT}
     assert missing.value.filename == str(tmp_nvme / "missing")
+
+
+def test_a_file_of_another_owner_is_opened_too(monkeypatch, tmp_path):
+    """Linux refuses O_NOATIME for it."""
+    tried = []
+
+    def openat2(path, how):
+        tried.append(bool(how.flags & os.O_NOATIME))
+        ctypes.set_errno(errno.EPERM)
+        return -1 if tried[-1] else 7
+
+    monkeypatch.setattr(system, "_openat2", openat2)
+    assert System().open_cached(tmp_path, os.O_RDONLY) == 7
+    assert tried == [True, False]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000])

@@ -183,9 +183,10 @@ class Drive:
         return waited if waited > self.stall_seconds else 0
 
     def _stall(self, request: Request, seconds: float) -> StorageError:
+        limit = "memory.stall_seconds" if self.advice is NVME_TIER else "the limit"
         found = (
             f"the drive has not answered for {seconds:.1f} seconds "
-            f"(memory.stall_seconds is {self.stall_seconds:g})"
+            f"({limit} is {self.stall_seconds:g})"
         )
         return self.advice.error(request.what, errno.ETIMEDOUT, self.folder, found)
 
@@ -212,11 +213,13 @@ class Drive:
         except OSError as error:
             if error.errno != errno.EINVAL or not O_DIRECT:
                 raise self.advice.from_os_error(what, file.parent, error) from error
-            logger.warning(
+            # What is only read, once, may well be in memory: a file system of its own.
+            level = logging.INFO if flags == os.O_RDONLY else logging.WARNING
+            text = (
                 "The file system of %s does not take O_DIRECT: files there are read "
-                "and written through the page cache, which is slower.",
-                file.parent,
+                "and written through the page cache, which is slower."
             )
+            logger.log(level, text, file.parent)
             return False
         return O_DIRECT != 0
 

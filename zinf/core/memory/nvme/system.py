@@ -54,21 +54,30 @@ def open_cached(path: Path, flags: int) -> int:
     """
     code = errno.ENOSYS
     if sys.platform == "linux":
-        how = OpenHow(flags | os.O_CLOEXEC | os.O_NOATIME, 0, RESOLVE_CACHED)
-        found = _libc.syscall(
+        # The owner of a file alone may leave its time of access as it is.
+        for more in (os.O_NOATIME, 0):
+            found = _openat2(
+                path, OpenHow(flags | os.O_CLOEXEC | more, 0, RESOLVE_CACHED)
+            )
+            if found >= 0:
+                return found
+            code = ctypes.get_errno()
+            if code != errno.EPERM:
+                break
+    raise OSError(code, os.strerror(code), str(path))
+
+
+if sys.platform == "linux":
+
+    def _openat2(path: Path, how: OpenHow) -> int:
+        return _libc.syscall(
             ctypes.c_long(OPENAT2),
             ctypes.c_long(AT_FDCWD),
             os.fsencode(path),
             ctypes.byref(how),
             ctypes.c_size_t(ctypes.sizeof(how)),
         )
-        if found >= 0:
-            return found
-        code = ctypes.get_errno()
-    raise OSError(code, os.strerror(code), str(path))
 
-
-if sys.platform == "linux":
     _libc = ctypes.CDLL(None, use_errno=True)
     _libc.syscall.restype = ctypes.c_long
 
