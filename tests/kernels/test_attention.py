@@ -226,7 +226,9 @@ def test_text_and_images_have_a_softmax_each(queries, options, implementation):
             for sign in (1, -1)
         ]
         slope = ((ends[0] - ends[1]) * np.float64(direction)).sum() / 2e-5
-        assert (np.float64(found[name]) * move).sum() == pytest.approx(slope, rel=1e-4)
+        terms = np.float64(found[name]) * move
+        # The terms are rounded to float32, and cancel in part.
+        assert abs(terms.sum() - slope) <= 2e-6 * np.abs(terms).sum()
 
 
 def test_without_images_text_is_attended_to_as_ever():

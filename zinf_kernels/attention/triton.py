@@ -1,11 +1,17 @@
 """Attention by jax's own Triton kernel, written in Pallas, for GPUs."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import attention as pallas
 
 from zinf_kernels.attention.place import in_parts
 from zinf_kernels.attention.spec import Operands, Spec, padded_segments
+
+with warnings.catch_warnings():
+    # jax 0.12 names another package in its place.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import attention as pallas
 
 BLOCK = 128
 

@@ -223,6 +223,8 @@ noisy.defvjp(
     lambda key, g: (g * jax.random.normal(key, g.shape), None),
 )
 TWICE = jax.checkpoint(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))
+# From jax 0.12 on the backward pass of a scan reads one stack less.
+KEPT_IN_A_LOOP = 3 if jax.__version_info__ < (0, 12) else 2
 # By name: the layer, the shapes that it keeps, and how it is cut.
 CASES = {
     "an argument": (lambda w, x: x @ w, (), {}),
@@ -236,7 +238,7 @@ CASES = {
         (X.shape,),
         {"params": PAIRS, "frozen": [f"layers/{i}/v" for i in range(4)]},
     ),
-    "in a loop": (looped, ((3, *X.shape),) * 3, {}),
+    "in a loop": (looped, ((3, *X.shape),) * KEPT_IN_A_LOOP, {}),
     "the user rematerialises": (TWICE, (), {"max_remat_bytes": 4 * WIDTH * WIDTH}),
     # Its words, and not the noise that its backward rule draws from it again.
     "a random key": (
