@@ -5,7 +5,6 @@ import re
 from dataclasses import replace
 from functools import partial
 from math import log
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -155,8 +154,8 @@ def test_rows_of_each_objective_are_those_that_it_plans_for(objective, tmp_path)
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     if asks is not None:
         zeros = np.zeros((3, 2), np.float32)
-        engine = SimpleNamespace(apply=lambda *_, **__: zeros)
-        batch = asks(engine, task.model, lambda f: f, task.config)(batch)
+        given = task.model, lambda function: function, task.config
+        batch = asks(lambda *_, **__: zeros, *given)(batch)
     row = {name: (x.shape[1:], x.dtype) for name, x in batch.items()}
     spec = {name: (x.shape[1:], x.dtype) for name, x in task.batch_spec(3).items()}
     assert row == spec

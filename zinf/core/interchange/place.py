@@ -119,7 +119,8 @@ class _Placing:
             (self._part_bytes(*x) for x in self.rows.items()), default=0
         )
         left_bytes = max(0, self.room_bytes - self.part_bytes)
-        self.writes = _Writes(residents, min(WRITING_BYTES, left_bytes))
+        most = min(WRITING_BYTES, left_bytes, self._drive_bytes())
+        self.writes = _Writes(residents, most)
 
     def run(self) -> None:
         path_of = {name: path for path, name in self.found.items()}
@@ -183,6 +184,17 @@ class _Placing:
         return [ArrayId(role, path) for role in roles] + [
             state.array(path) for state in states
         ]
+
+    def _drive_bytes(self) -> int:
+        """Bytes that go to drives: no other writes are waited for."""
+        residents = self.residents
+        return sum(
+            residents.layouts.share(piece).nbytes
+            for path in self.found
+            for array in self._arrays(path)
+            for piece in residents.pieces(array)
+            if residents.homes[piece] == Tier.NVME
+        )
 
     def held_bytes(self) -> int:
         """Most host bytes that the import holds: a part, and writes under way."""
