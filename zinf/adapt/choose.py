@@ -32,9 +32,6 @@ def stored_targets(
             shape=tuple(leaves[path].shape),
             dtype=str(leaves[path].dtype),
             contraction=found.contractions[path],
-            r=0,
-            scale=0.0,
-            is_dora=False,
             encoding=encoding.stacked(
                 found.contractions[path].stack, tuple(leaves[path].shape)
             ),

@@ -90,10 +90,6 @@ def beside(
             shape=tuple(specs[path].shape),
             dtype=str(specs[path].dtype),
             contraction=found.contractions[path],
-            r=0,
-            scale=0.0,
-            is_dora=False,
-            encoding=None,
             arrays=own,
         )
         for path, own in arrays.items()
@@ -122,7 +118,7 @@ def beside(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Beside(Target):
     """A matrix that has no adapter beside it, but other arrays.
 

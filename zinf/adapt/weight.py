@@ -23,7 +23,7 @@ MAGNITUDE = "lora_magnitude_vector"
 ROW = "row"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Target:
     """A weight that the transform changes.
 
@@ -41,10 +41,10 @@ class Target:
     shape: Shape
     dtype: str
     contraction: Contraction
-    r: int
-    scale: float
-    is_dora: bool
-    encoding: Encoding | None
+    r: int = 0
+    scale: float = 0.0
+    is_dora: bool = False
+    encoding: Encoding | None = None
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -239,12 +239,18 @@ def inputs_by_torch(module, rows):
     return found
 
 
-def test_sums_over_inputs_are_those_of_torch_and_equal_on_all_tiers(tmp_path):
+def saved_and_chosen(tmp_path):
+    """A Llama of torch, the same as zinf opens it, and which weights are rounded."""
     module = save(llama(), tmp_path / "model")
     model = hf.load(tmp_path / "model")
     files, weights = model.open_weights()
     with files:
         choice = choose(model, ExportedWeights(weights, model), GROUP)
+    return module, model, choice
+
+
+def test_sums_over_inputs_are_those_of_torch_and_equal_on_all_tiers(tmp_path):
+    module, model, choice = saved_and_chosen(tmp_path)
     assert sorted(choice.paths) == sorted(LAYERS)
     assert choice.ignored == choice.left_out == ("lm_head",)
     found = {}
@@ -269,11 +275,7 @@ def test_sums_over_inputs_are_those_of_torch_and_equal_on_all_tiers(tmp_path):
 
 def test_distilled_shifts_are_equal_on_all_tiers_and_every_layers_error_falls(tmp_path):
     """At first it is that of the weights rounded to the nearest, layer by layer."""
-    module = save(llama(), tmp_path / "model")
-    model = hf.load(tmp_path / "model")
-    files, weights = model.open_weights()
-    with files:
-        choice = choose(model, ExportedWeights(weights, model), GROUP)
+    module, model, choice = saved_and_chosen(tmp_path)
     grids = dict.fromkeys(LAYERS, Grid(4, GROUP, "float32"))
     settings, found = hf.Distilling(steps=24, learning_rate=0.03), {}
     tiers = ("device", "host", "nvme")

@@ -37,15 +37,16 @@ SPAN_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class OpenedFile:
-    """A file whose header was read, and how to know that it is the same file still."""
+    """A file whose header was read, and how to know that it is the same file still.
+
+    Attributes:
+        folder: where the content is: files in Hugging Face's cache are links.
+        identity: its device and its number there.
+    """
 
     path: Path
+    folder: Path
     identity: tuple[int, int]
-
-    @property
-    def folder(self) -> Path:
-        """Where the content is: files in Hugging Face's cache are links."""
-        return self.path.resolve().parent
 
     def read(self, start: int, memory: Bytes, mover: Mover) -> None:
         """Fill `memory` from byte `start` on, from the page cache if all is there.
@@ -175,7 +176,8 @@ class SafetensorsFiles(AbstractTensors):
             other = self._files[twice[0]].path
             raise ValueError(f"{listed(twice)} is in {path} and in {other}.")
         self._stored.update(found)
-        opened = OpenedFile(path, (status.st_dev, status.st_ino))
+        identity = status.st_dev, status.st_ino
+        opened = OpenedFile(path, path.resolve().parent, identity)
         self._files.update(dict.fromkeys(found, opened))
 
     def _check_index(self, index: Path, weights: Mapping[str, str]) -> None:
