@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Of 6, 12, 24, 48 and 96 layers the peaks were 423, 445, 472, 494 and 548 MB: up to
-# about 24 layers reads and writes run further ahead the more of them there are, and
-# then a layer adds 1 MB, of the plan, where its state is 50 MB.
+# Of 24, 48 and 96 layers the peaks were 499 to 538, 525 to 612 and 572 to 645 MB in 13
+# runs, of which 9 ran three at a time: a layer adds 1 to 2 MB, of the plan and of reads
+# and writes that run further ahead the more of them there are. Its state is 50 MB.
 SHALLOW, DEEP = 24, 48
 WIDTH = 512
 # The weights of a GPT block are 12 WIDTH x WIDTH; with two moments and a gradient, 4
 # times as many bytes.
 BLOCK_BYTES = 4 * 12 * WIDTH * WIDTH * 4
-# The peak of twice the layers over that of one half of them.
-MOST = 1.15
+# Of what the deeper model has more, the part that may stay in memory. The least of a
+# layer that could stay would be a copy of its weights in bfloat16: 2 of 16 bytes.
+MOST = 1 / 8
 
 
 def peak(num_layers: int, folder: Path) -> dict[str, Any]:
@@ -56,16 +57,16 @@ def lower(run: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's own units")
 def test_peak_memory_does_not_grow_with_depth(tmp_nvme: Path) -> None:
-    # What threads need at once differs between runs, and only ever adds: the peaks of
-    # 24 layers were 462 to 495 MB in seven runs. What grows with depth is in every run.
+    # What threads need at once differs between runs, and only ever adds, more under
+    # load. What stays of each layer is in every run.
+    more_bytes = (DEEP - SHALLOW) * BLOCK_BYTES
     shallow, deep = {"peak_bytes": math.inf}, {"peak_bytes": math.inf}
     for _ in range(3):
         shallow = lower(shallow, peak(SHALLOW, tmp_nvme))
         deep = lower(deep, peak(DEEP, tmp_nvme))
-        if deep["peak_bytes"] < MOST * shallow["peak_bytes"]:
+        if deep["peak_bytes"] - shallow["peak_bytes"] < MOST * more_bytes:
             break
     assert deep["nvme_bytes"] > 1.9 * shallow["nvme_bytes"]
     # The state that the deep model has more would show: it is twice the peak.
-    more_bytes = (DEEP - SHALLOW) * BLOCK_BYTES
     assert more_bytes > 2 * shallow["peak_bytes"]
-    assert deep["peak_bytes"] < MOST * shallow["peak_bytes"]
+    assert deep["peak_bytes"] - shallow["peak_bytes"] < MOST * more_bytes
