@@ -27,7 +27,7 @@ from zinf.core.engine.initialize import ConfigSource
 from zinf.core.interchange.sources import EngineTensors
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.hf.engine import TRACED_TOKENS, ModelEngine, engine_of
-from zinf.hf.export import ExportedWeights
+from zinf.hf.exported import ExportedWeights
 from zinf.hf.model import Model
 from zinf.hf.samples import Tokenizing
 

@@ -22,7 +22,8 @@ from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.sharding import Box
 from zinf.hf.card import card_of
 from zinf.hf.experts import routed
-from zinf.hf.export import METADATA, ExportedWeights, save_small_files
+from zinf.hf.export import METADATA, save_small_files
+from zinf.hf.exported import ExportedWeights
 from zinf.hf.model import Model
 
 EXPERTS = "experts"
@@ -92,7 +93,7 @@ def merge(
         )
         stored = first.stored_dtype or first.dtype
         export_safetensors(
-            ExportedWeights(merged, first),
+            ExportedWeights(merged, first.module, first.persistent_buffers()),
             output,
             max_shard_bytes=max_shard_bytes,
             names=lambda name: name,

@@ -29,7 +29,8 @@ from zinf.hf.card import card_of
 from zinf.hf.dropping import layers_of
 from zinf.hf.engine import open_model
 from zinf.hf.experts import recorded, routed
-from zinf.hf.export import METADATA, ExportedWeights, save_small_files
+from zinf.hf.export import METADATA, save_small_files
+from zinf.hf.exported import ExportedWeights
 from zinf.hf.model import Batch, Model, Params
 
 # Keys of a configuration that may say how many routed experts a layer has.
@@ -303,7 +304,9 @@ def _write(
         stored = model.stored_dtype or model.dtype
         card = card_of(model.name, adapter=False, more=more)
         export_safetensors(
-            ExportedWeights(_Taken(weights, chosen), small),
+            ExportedWeights(
+                _Taken(weights, chosen), small.module, small.persistent_buffers()
+            ),
             output,
             max_shard_bytes=max_shard_bytes,
             names=lambda name: name,

@@ -24,7 +24,8 @@ from zinf.hf.calibration import Say, choose
 from zinf.hf.card import card_of
 from zinf.hf.comparison import check_class
 from zinf.hf.distilling import Distilling
-from zinf.hf.export import METADATA, ExportedWeights, save_small_files
+from zinf.hf.export import METADATA, save_small_files
+from zinf.hf.exported import ExportedWeights
 from zinf.hf.model import Model
 from zinf.hf.module import read_quantization
 from zinf.hf.quantized.compressed_tensors import parts_of, section_of
@@ -84,7 +85,7 @@ def quantize(
     with files, _folder_beside(output) as spool:
         match(model.specs, weights.specs, {n: n for n in model.specs}, model.terms)
         parameters = _Chosen(weights, list(model.specs))
-        exported = ExportedWeights(parameters, model)
+        exported = ExportedWeights(parameters, model.module, model.persistent_buffers())
         choice = choose(model, exported, group_size)
         if choice.left_out:
             say(f"left as they are: {listed(choice.left_out)}")

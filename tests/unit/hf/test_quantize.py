@@ -32,7 +32,7 @@ from safetensors.torch import load_file  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.hf.calibration import calibration_rows, choose, sums_over_inputs  # isort: skip
 from zinf.hf.distilling import trained_shifts  # isort: skip
-from zinf.hf.export import ExportedWeights  # isort: skip
+from zinf.hf.exported import ExportedWeights  # isort: skip
 from zinf.hf.quantized.activations import best_scales, clipped  # isort: skip
 from zinf.hf.quantized.packed import packed_words, unpacked  # isort: skip
 from zinf.hf.quantized.rounding import Grid, gptq, nearest  # isort: skip
@@ -245,7 +245,11 @@ def saved_and_chosen(tmp_path):
     model = hf.load(tmp_path / "model")
     files, weights = model.open_weights()
     with files:
-        choice = choose(model, ExportedWeights(weights, model), GROUP)
+        choice = choose(
+            model,
+            ExportedWeights(weights, model.module, model.persistent_buffers()),
+            GROUP,
+        )
     return module, model, choice
 
 
