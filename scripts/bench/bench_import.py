@@ -1,7 +1,10 @@
-"""Opens a checkpoint folder that is larger than the memory it may take.
+r"""Opens or quantizes a checkpoint folder that is larger than the memory it may take.
 
     python scripts/bench/bench_import.py --folder /mnt/nvme [--modes run lora]
     python scripts/bench/bench_import.py --folder /mnt/nvme --form experts --modes run
+    python scripts/bench/bench_import.py --folder /mnt/nvme --modes lkd \
+        --num-layers 22 --hidden-size 2048 --intermediate-size 5632 --num-kv-heads 4 \
+        --tokens 64 --device 320MiB --host 192MiB
 
 Writes a model as sharded safetensors of about 8 GB: random numbers, drawn once and
 taken from a random place for each tensor. --form is one of
@@ -12,10 +15,11 @@ taken from a random place for each tensor. --form is one of
 * `stacked`: a gpt-oss, experts of a layer in one tensor, in bfloat16;
 * `mxfp4`: the same in blocks of mxfp4, about a quarter of the bytes.
 
-Each mode then opens it in a process of its own, all weights on the drive:
+Each mode then runs in a process of its own, all weights on the drive:
 
 * `run`: `zinf.hf.open_model`, which has no optimizer state;
-* `lora`: `zinf.hf.initialize` with adapters of rank 16 and AdamW, and a step.
+* `lora`: `zinf.hf.initialize` with adapters of rank 16 and AdamW, and a step;
+* `gptq`, `lkd`: `zinf.hf.quantize` to 4 bits by one row of tokens, lkd in --steps.
 
 Files are dropped from the page cache before. Memory is the most anonymous memory of the
 process (`anonymous_memory.py`) over what it had when all modules were imported. "moved"
@@ -23,7 +27,7 @@ is the time from the first weight to the last, in which each byte is read
 from a file and written to the tier; the bound copies as many bytes between two files
 with O_DIRECT, before and after. "processor" are seconds of that part.
 
-Needs `zinf[hf]`, and as much free space as three times the weights.
+Needs `zinf[hf]`, and as much free space as three times the weights; lkd, eight times.
 """
 
 import argparse
@@ -48,7 +52,8 @@ DRAWN = 2**26
 HEAD_DIM, FP8_BLOCK, MXFP4_BLOCK = 128, 128, 32
 # Sizes of mixtures: a layer has 0.2 GB in bfloat16, and runs whole on the device.
 MIXTURE = {"num_layers": 40, "hidden_size": 2048, "intermediate_size": 256}
-
+QUANTIZING = ("gptq", "lkd")
+LORA = {"adapter": {"r": 16}}
 
 # A tensor of a file: its dtype as safetensors writes it, and its shape.
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -246,19 +251,19 @@ def copy_seconds(folder: Path, target: Path) -> float:
 
 def measure(given: dict[str, Any]) -> dict[str, Any]:
     """Opens the model in this process; sizes in bytes and times in seconds."""
-    import optax
-
     import zinf
-    from zinf import hf
+    from zinf.core.program import Tier
     from zinf.hf.engine import ModelEngine
 
     zinf.tune_malloc()
     peak = MemoryPeak()
     own = peak.nbytes()
     times: dict[str, float] = {}
+    engines: list[ModelEngine] = []
     reads = ModelEngine.initialize_state
 
     def timed(engine: ModelEngine) -> None:
+        engines.append(engine)
         times["planned_bytes"] = peak.nbytes()
         began, processor = time.perf_counter(), time.process_time()
         reads(engine)
@@ -281,26 +286,56 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
         "persistence_threshold": 1,
     }
     began = time.perf_counter()
+    ids = np.random.default_rng(0).integers(3, 1000, (1, given["tokens"]), np.int32)
+    if given["mode"] in QUANTIZING:
+        found = quantized(given, ids, config)
+        found |= {"quantized": time.perf_counter() - began}
+        found |= {f"{x}_bytes": engines[0].stores.peak_bytes(x) for x in Tier}
+    else:
+        engine = opened(given, ids, config)
+        found = {"opened": time.perf_counter() - began}
+        found["opened_bytes"] = peak.nbytes() - own
+        with engine:
+            if given["mode"] == "lora":
+                metrics = engine.step({"input_ids": ids})
+                found |= {"loss": metrics["loss"], "step": metrics["step_seconds"]}
+    times["planned_bytes"] -= own
+    peak.stop()
+    return times | found | {"peak_bytes": peak.nbytes() - own, "own_bytes": own}
+
+
+def opened(given: dict[str, Any], ids: np.ndarray, config: dict[str, Any]) -> Any:
+    """The engine of a mode that opens the model."""
+    import optax
+
+    from zinf import hf
+
     if given["mode"] == "run":
         model = hf.load_as_stored(given["model"])
-        engine = hf.open_model(model, config, rows=1, length=given["tokens"])
-    else:
-        ids = np.random.default_rng(0).integers(3, 1000, (1, given["tokens"]), np.int32)
-        model = hf.load(given["model"], dtype="bfloat16")
-        config["adapter"] = {"r": 16}
-        engine = hf.initialize(
-            model, optax.adamw(1e-4), config, batch={"input_ids": ids}
-        )
-    found = times | {"opened": time.perf_counter() - began}
-    found["opened_bytes"] = peak.nbytes() - own
-    found["planned_bytes"] -= own
-    with engine:
-        if given["mode"] == "lora":
-            metrics = engine.step({"input_ids": ids})
-            found |= {"loss": metrics["loss"], "step": metrics["step_seconds"]}
-            found["step_bytes"] = peak.nbytes() - own
-    peak.stop()
-    return found | {"own_bytes": own}
+        return hf.open_model(model, config, rows=1, length=given["tokens"])
+    model, config = hf.load(given["model"], dtype="bfloat16"), config | LORA
+    return hf.initialize(model, optax.adamw(1e-4), config, batch={"input_ids": ids})
+
+
+def quantized(
+    given: dict[str, Any], ids: np.ndarray, config: dict[str, Any]
+) -> dict[str, Any]:
+    """Quantizes the model beside it; returns the bytes that are written."""
+    from zinf import hf
+
+    output, method = Path(given["model"]).with_name("quantized"), given["mode"]
+    hf.quantize(
+        hf.load_as_stored(given["model"]),
+        output,
+        ids,
+        config,
+        method=method,
+        distilling=hf.Distilling(steps=given["steps"]) if method == "lkd" else None,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    written = {"written_bytes": sum(x.stat().st_size for x in output.iterdir())}
+    shutil.rmtree(output)
+    return written
 
 
 def main() -> None:
@@ -320,6 +355,7 @@ def main() -> None:
                 "device": options.device,
                 "host": options.host,
                 "tokens": options.tokens,
+                "steps": options.steps,
             }
             report(mode, run(given), drive, place)
             shutil.rmtree(place / "tier", ignore_errors=True)
@@ -362,6 +398,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--tokens", type=int, default=16, help="of a batch of one row")
+    parser.add_argument("--steps", type=int, default=2, help="of lkd")
     parser.add_argument("--device", default="768MiB", help="budget")
     parser.add_argument("--host", default="256MiB", help="budget")
     if parser.parse_args().form != forms[0]:
