@@ -30,11 +30,12 @@ from zinf.core.interchange.orbax_leaf import CONTEXT
 from zinf.core.interchange.outgoing import held_bytes
 from zinf.core.interchange.safetensors_files import SafetensorsFiles
 from zinf.core.interchange.sources import parameters
+from zinf.core.memory import BudgetExceeded
 from zinf.core.memory.host.pool import POOL
 from zinf.core.memory.nvme.chunk_file import ChunkFile
 from zinf.core.memory.storage_error import StorageError
 from zinf.core.process.malloc import anonymous_bytes
-from zinf.core.program import Tier
+from zinf.core.program import ArrayId, Role, Tier
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20
@@ -60,6 +61,10 @@ def loss(params: dict[str, Any], batch: dict[str, Any]) -> jax.Array:
     x = params["embed"][batch["tokens"]]
     x = x + params["blocks"][0][batch["tokens"]]
     return jnp.mean(jnp.square(x @ params["embed"].T))
+
+
+def total(params: dict[str, Any], _: dict[str, Any]) -> jax.Array:
+    return sum(jnp.sum(jnp.square(leaf)) for leaf in params.values())
 
 
 def start(folder: Path, seed: int = 0) -> zinf.Engine:
@@ -147,10 +152,6 @@ def test_an_import_has_as_many_writes_under_way_as_the_host_has_room_for(
 ):
     num_leaves, most, numel = 12, 3, 2**16
     nbytes = 4 * numel
-
-    def total(params: dict[str, Any], _: dict[str, Any]) -> jax.Array:
-        return sum(jnp.sum(jnp.square(leaf)) for leaf in params.values())
-
     make = lambda: {f"w{i}": jnp.full(numel, i, "float32") for i in range(num_leaves)}  # noqa: E731
     together = threading.Barrier(most, timeout=60)
     lock, counts, write = threading.Lock(), {"now": 0, "most": 0}, ChunkFile.write
@@ -181,6 +182,27 @@ def test_an_import_has_as_many_writes_under_way_as_the_host_has_room_for(
         with pytest.raises(StorageError, match="the drive failed") as failed:
             import_safetensors(engine, tmp_path / "out")
         assert "initial values" in failed.value.__notes__[0]
+        assert_same_trees(engine.params(), make())
+
+
+def test_an_import_counts_shares_that_are_copies(tmp_path):
+    """Leaves that the devices do not divide evenly: each share is padded."""
+    numel = 2**22 + 1
+    make = lambda: {f"w{i}": jnp.full(numel, i, "float32") for i in range(3)}  # noqa: E731
+    config = on_nvme(tmp_path / "nvme") | {"frozen": ["*"], "mesh": {"fsdp": 2}}
+    arguments = total, make, optax.sgd(1e-2), config
+    batch = {"x": np.zeros((2, 1), np.float32)}
+    with zinf.initialize(*arguments, batch=batch) as engine:
+        export_safetensors(engine, tmp_path / "out")
+        layouts = engine.residents.layouts
+        share = layouts.share(ArrayId(Role.PARAM, "w0")).nbytes
+        assert share == 4 * (numel + 1)
+        # A part that is read, one that is used, and the share of that.
+        held = 2 * 4 * numel + share
+        with pytest.raises(BudgetExceeded), host_room(engine, held - 1):
+            import_safetensors(engine, tmp_path / "out")
+        with host_room(engine, held), memory_below(held + SLACK_BYTES):
+            import_safetensors(engine, tmp_path / "out")
         assert_same_trees(engine.params(), make())
 
 

@@ -201,7 +201,7 @@ class _Placing:
         return self.part_bytes + self.writes.capacity_bytes
 
     def _part_bytes(self, path: str, rows: int) -> int:
-        """Most host bytes of a part of a leaf: as read, as kept, and state."""
+        """Most host bytes of a part of a leaf: as read, as kept, state, and shares."""
         name, spec = self.found[path], self.params[path]
         read, shape = self.tensors.specs[name], spec.master.shape
         each = read_bytes(self.tensors, name, read.itemsize)
@@ -212,7 +212,22 @@ class _Placing:
         if path in self.updates:
             states = self.updates[path][1].states
             each += sum(state.spec.dtype.itemsize for state in states)
-        return prod((*(min(rows, size) for size in shape[:1]), *shape[1:])) * each
+        numel = prod((*(min(rows, size) for size in shape[:1]), *shape[1:]))
+        return numel * each + sum(
+            self._copied_bytes(array, rows) for array in self._arrays(path)
+        )
+
+    def _copied_bytes(self, array: ArrayId, rows: int) -> int:
+        """Bytes of the share of some rows of an array; 0 if the rows are the share.
+
+        A share that is cut from the array, or padded, is a copy beside it.
+        """
+        layouts = self.residents.layouts
+        if layouts.of(array).is_whole:
+            return 0
+        # Of an array that is cut by rows, all rows are moved at once.
+        height = layouts.of(array).shape[0]
+        return layouts.share(array).nbytes * min(rows, height) // max(1, height)
 
     def write(self, path: str, box: Box, content: np.ndarray) -> None:
         """Begins to write one part of a leaf, and its state, to their tiers."""
@@ -256,7 +271,9 @@ class _Writes:
 
     def begin(self, array: ArrayId, content: np.ndarray) -> None:
         begun = self._residents.begin_write_new(array, content)
-        nbytes = 0 if all(future.done() for future in begun) else content.nbytes
+        # What waits for a drive is this process's share.
+        is_done = all(future.done() for future in begun)
+        nbytes = 0 if is_done else self._residents.layouts.share(array).nbytes
         self._begun.append((nbytes, begun))
         self._nbytes += nbytes
 
