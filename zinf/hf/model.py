@@ -4,6 +4,8 @@
 loss does. Parameters have the names that the module gives them.
 """
 
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy, deepcopy
@@ -39,6 +41,7 @@ from zinf.hf.batch import (
 )
 from zinf.hf.call import TRACING, outputs_of
 from zinf.hf.dropping import dropping, layers_of
+from zinf.hf.expected import expected_files
 from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.masks import counted_positions
 from zinf.hf.module import (
@@ -60,6 +63,7 @@ from zinf.hf.weights import (
     to_numpy,
 )
 
+logger = logging.getLogger(__name__)
 Kind = TypeVar("Kind", bound="Model")
 Params = dict[str, jax.Array]
 
@@ -214,7 +218,8 @@ class Model:
         self._stored_buffers: dict[str, np.ndarray] = {}
         # The names of weights that are tied in the files and not here.
         self._parted: Mapping[str, Sequence[str]] = {}
-        self._encodings: Mapping[str, Encoding] | None = None
+        # By whether the files are here.
+        self._encodings: dict[bool, Mapping[str, Encoding]] = {}
 
     def as_adapted(self) -> "Model":
         """The model that its adapter is for: itself, or one that ties no weights.
@@ -232,6 +237,7 @@ class Model:
         made = copy(self)
         made.__dict__.pop("specs", None)
         made.config, made._modules = deepcopy(self.config), {}
+        made._encodings = {}
         made._stored_buffers = dict(self._stored_buffers)
         for config in (made.config, made.config.get_text_config()):
             config.tie_word_embeddings = False
@@ -408,7 +414,8 @@ class Model:
     def encodings(self) -> dict[str, Encoding]:
         """Frozen weights that stay in few bits as the files have them, by name.
 
-        None of a model whose files are not here.
+        Of a model whose files are not here they are what its config.json says, and a
+        warning says what that leaves open.
 
         Raises:
             FileNotFoundError, NotImplementedError, ValueError: see `open_weights`.
@@ -417,14 +424,34 @@ class Model:
         return {p + n: x for p, model in parts for n, x in model._kept().items()}
 
     def _kept(self) -> Mapping[str, Encoding]:
-        if self._encodings is None:
-            is_here = any(self.folder.glob(f"*{SUFFIX}"))
-            if read_quantization(self.folder) is None or not is_here:
-                return {}
-            files, weights = self.open_weights()
-            with files:
-                self._encodings = weights.codes.encodings
-        return self._encodings
+        section = read_quantization(self.folder)
+        if section is None:
+            return {}
+        is_here = any(self.folder.glob(f"*{SUFFIX}"))
+        if is_here not in self._encodings:
+            found = self._encodings_in_files() if is_here else self._expected(section)
+            self._encodings[is_here] = found
+        return self._encodings[is_here]
+
+    def _encodings_in_files(self) -> Mapping[str, Encoding]:
+        files, weights = self.open_weights()
+        with files:
+            return weights.codes.encodings
+
+    def _expected(self, section: Mapping[str, Any]) -> Mapping[str, Encoding]:
+        try:
+            files, assumed = expected_files(self.specs, self.module, section)
+        except (re.error, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"quantization_config of {self.folder / CONFIG} is not of the form "
+                f"that its method has ({error}). Get it again."
+            ) from error
+        for sentence in assumed:
+            logger.warning(
+                f"{self.name} has no weights beside {CONFIG}, so they are planned by "
+                f"its quantization_config: {sentence}."
+            )
+        return self._stored(plain(files, section)).codes.encodings
 
     @property
     def terms(self) -> Terms:

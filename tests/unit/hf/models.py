@@ -184,10 +184,14 @@ def change_files(
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
-def to_nvfp4(tensors: dict[str, torch.Tensor]) -> None:
-    """Linear layers, and experts one by one, as ModelOpt writes them."""
+def to_nvfp4(tensors: dict[str, torch.Tensor], names: str = "") -> None:
+    """Linear layers, and experts one by one, as ModelOpt writes them.
+
+    Args:
+        names: what those that are changed have in their names.
+    """
     ends = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
-    for name in [n for n in tensors if n.endswith(ends)]:
+    for name in [n for n in tensors if n.endswith(ends) and names in n]:
         rows, columns = tensors[name].shape
         found = Encoding("nvfp4", 16).encode(tensors[name].numpy())
         codes = np.array(found["codes"]).reshape(rows, columns // 2)

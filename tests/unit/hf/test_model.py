@@ -374,11 +374,12 @@ def test_a_model_of_a_hub_is_loaded_and_no_other_form_of_it(at_hub, tmp_path):
 
 
 def test_a_quantized_model_of_a_hub_is_kept_as_its_files_are(at_hub, tmp_path):
-    """A plan needs no weights and does not know; they are there before an engine is."""
+    """A plan needs no weights, by config.json; they are there before an engine is."""
     change_files(tmp_path / "model", to_nvfp4, NVFP4)
     at_hub()
     model = hf.load("some/model")
-    assert hf.running(model, rows=1, length=8).adapted is None
+    planned = hf.running(model, rows=1, length=8).adapted
+    assert planned is not None and len(planned.targets) == 14
     assert not list(model.folder.glob("*.safetensors"))
     with hf.open_model(model, on_tier("host", tmp_path), rows=1, length=8) as engine:
         found = engine.get("base/model.layers.1.mlp.down_proj.weight/codes")

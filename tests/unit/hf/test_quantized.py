@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from shutil import copy
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +45,7 @@ from zinf.hf.weights import check_dtypes, to_torch  # isort: skip
 from zinf.core.interchange.safetensors_files import SafetensorsFiles  # isort: skip
 from zinf.core.interchange.tensors import AbstractTensors, boxes  # isort: skip
 from zinf.core.memory.chunk import chunk_shape  # isort: skip
+from zinf.core.machine.devices import on_devices  # isort: skip
 from zinf.core.plan import Link  # isort: skip
 from zinf.core.program import ArraySpec, Role, Tier  # isort: skip
 
@@ -427,6 +429,188 @@ def test_published_weights_of_4_bits_rest_and_move_so(
         for name, value in params.items():
             found = weights.whole(name).astype(dtype)
             np.testing.assert_array_equal(found, value, err_msg=name)
+
+
+IN_WORDS = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def in_groups(*groups, left_out=("lm_head",)):
+    """A section of compressed-tensors, of pairs of a format and its targets."""
+    named = {
+        f"group_{i}": {"format": form, "targets": targets}
+        for i, (form, targets) in enumerate(groups)
+    }
+    found = {"config_groups": named, "ignore": left_out, "format": groups[0][0]}
+    return found | {"quant_method": "compressed-tensors"}
+
+
+def to_zeros(tensors, parts, *, names="proj"):
+    """Linear layers as tensors of 0, of the shapes and dtypes that `parts` gives."""
+    for name in [n for n in tensors if n.endswith("proj.weight") and names in n]:
+        for end, x in parts(*tensors.pop(name).shape).items():
+            value = torch.zeros(*x[:-1], dtype=x[-1]) if isinstance(x, tuple) else x
+            tensors[name.removesuffix("weight") + end] = value
+
+
+def gptq_parts(rows, inputs):
+    return {
+        "qweight": (inputs // 8, rows, torch.int32),
+        "qzeros": (inputs // GROUP, rows // 8, torch.int32),
+        "scales": (inputs // GROUP, rows, torch.float16),
+    }
+
+
+def awq_parts(rows, inputs):
+    return gptq_parts(rows, inputs) | {"qweight": (inputs, rows // 8, torch.int32)}
+
+
+def nf4_parts(rows, inputs):
+    state = json.dumps({"shape": [rows, inputs], "blocksize": 64}).encode()
+    return {
+        "weight": (rows * inputs // 2, 1, torch.uint8),
+        "weight.absmax": (rows * inputs // 64, torch.float32),
+        "weight.quant_map": (16, torch.float32),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state)).byte(),
+    }
+
+
+def int8_parts(rows, inputs):
+    return {
+        "weight": (rows, inputs, torch.int8),
+        "weight_scale": (rows, 1, torch.float32),
+    }
+
+
+def nvfp4_parts(rows, inputs):
+    return {
+        "weight_packed": (rows, inputs // 2, torch.uint8),
+        "weight_scale": (rows, inputs // 16, torch.float8_e4m3fn),
+        "weight_global_scale": (1, torch.float32),
+    }
+
+
+def mxfp4_parts(rows, inputs):
+    return {
+        "weight_packed": (rows, inputs // 2, torch.uint8),
+        "weight_scale": (rows, inputs // 32, torch.uint8),
+    }
+
+
+def to_mixed(tensors):
+    to_zeros(tensors, nvfp4_parts, names="mlp")
+    to_zeros(tensors, int8_parts, names="self_attn")
+
+
+NVFP4_PACK, MXFP4_PACK = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+EXPECTED = {
+    "fp8": (llama, to_fp8, FP8, 0, ""),
+    "gptq": (llama, partial(to_zeros, parts=gptq_parts), IN_WORDS, 0, ""),
+    "awq": (
+        llama,
+        partial(to_zeros, parts=awq_parts),
+        IN_WORDS | {"quant_method": "awq"},
+        0,
+        "",
+    ),
+    "nf4": (llama, partial(to_zeros, parts=nf4_parts), NF4, 0, ""),
+    "int8": (
+        llama,
+        partial(to_zeros, parts=int8_parts),
+        in_groups(("int-quantized", ["Linear"])),
+        0,
+        "",
+    ),
+    "nvfp4": (
+        llama,
+        partial(to_zeros, parts=nvfp4_parts),
+        in_groups((NVFP4_PACK, ["Linear"])),
+        14,
+        "",
+    ),
+    "nvfp4 of some": (
+        llama,
+        partial(to_zeros, parts=nvfp4_parts, names="mlp"),
+        in_groups((NVFP4_PACK, ["Linear"]), left_out=["lm_head", "re:.*self_attn"]),
+        6,
+        "",
+    ),
+    "nvfp4 and int8": (
+        llama,
+        to_mixed,
+        in_groups((NVFP4_PACK, ["re:.*mlp"]), ("int-quantized", ["re:.*self_attn"])),
+        6,
+        "",
+    ),
+    "mxfp4": (
+        partial(llama, intermediate_size=64),
+        partial(to_zeros, parts=mxfp4_parts),
+        in_groups((MXFP4_PACK, ["Linear"])),
+        14,
+        "",
+    ),
+    "modelopt": (llama, to_nvfp4, NVFP4 | {"ignore": ["lm_head"]}, 14, ""),
+    "modelopt, open": (llama, to_nvfp4, NVFP4, 14, "not say which layers are plain"),
+    "modelopt, experts": (
+        mixtral,
+        to_nvfp4,
+        NVFP4 | {"exclude_modules": ["lm_head", "*gate", "model.visual*"]},
+        12,
+        "it names model.visual*, which are not in the model",
+    ),
+    "modelopt, routers": (
+        mixtral,
+        to_nvfp4,
+        NVFP4 | {"ignore": ["lm_head"]},
+        12,
+        "it may mean model.layers.0.block_sparse_moe.gate, ",
+    ),
+    "modelopt, by layer": (
+        llama,
+        partial(to_nvfp4, names=DOWN),
+        MIXED | {"quantized_layers": {DOWN: {"quant_algo": "NVFP4"}}},
+        1,
+        "",
+    ),
+    "gpt-oss": (
+        gpt_oss,
+        to_mxfp4,
+        MXFP4 | {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        4,
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_config_json_alone_is_planned_as_with_its_files(name, tmp_path, caplog):
+    """The bytes of each tier; where config.json does not decide, a warning says so."""
+    make_config, change, section, count, words = EXPECTED[name]
+    stored(make_config(), tmp_path / "model", change, section)
+    (tmp_path / "alone").mkdir()
+    copy(tmp_path / "model/config.json", tmp_path / "alone")
+    found = []
+    for folder in ("model", "alone"):
+        model, config = hf.load(tmp_path / folder), on_tier("nvme", tmp_path)
+        run = hf.running(model, config, rows=1, length=8)
+        _, mesh = on_devices(config)
+        planner = run.planner(mesh=mesh, topology=None)
+        plan = planner.plan(planner.batch_spec(run.batch)).plan
+        found.append((model.encodings, plan.home_bytes, plan.peak_bytes))
+        said = [x.getMessage() for x in caplog.records if x.name == "zinf.hf.model"]
+        assert not said or folder == "alone"
+    assert found[0] == found[1] and len(found[0][0]) == count
+    assert len(said) == bool(words) and words in "".join(said)
+
+
+def test_a_section_of_another_form_is_no_plan(tmp_path):
+    sections = [in_groups((NVFP4_PACK, ["re:("])), NVFP4 | {"ignore": [1]}]
+    for section in sections:
+        llama(quantization_config=section).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="config.json is not of the form that its"):
+            _ = hf.load(tmp_path).encodings
 
 
 def test_weights_of_modelopt_are_codes_times_two_scales_and_float8_one():

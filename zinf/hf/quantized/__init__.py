@@ -10,7 +10,8 @@
 | `modelopt` | NVFP4, and float8 with one scale |
 | `bitsandbytes` | nf4, fp4, with absmax in 8 bits too; LLM.int8 |
 
-A method is a module here with a `find`, and a row in `METHODS`.
+A method is a module here with a `find`, and a row in `METHODS`. If weights stay in few
+bits, it also says which ones do by config.json alone (`Keeping`).
 """
 
 from zinf.hf.quantized.methods import METHODS as METHODS

@@ -12,6 +12,7 @@ A scale is of a group of inputs, of an output, or of all of a weight. With
 input.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -21,8 +22,10 @@ import numpy as np
 
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.zarr_format import numpy_dtype
+from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
 from zinf.hf.quantized import fp4
+from zinf.hf.quantized.layer import Layer
 from zinf.hf.quantized.packed import (
     WORD,
     Packed,
@@ -43,6 +46,12 @@ FORMATS = (
 )
 # The format of a section whose groups have formats of their own.
 MIXED = "mixed-precision"
+# Those of 4 bits in floating point: numbers of a group, and the end of the name of the
+# scale for all.
+FLOATS_OF_4_BITS = {
+    FORMATS[3]: (fp4.NVFP4_GROUP, fp4.GLOBAL),
+    FORMATS[4]: (fp4.MXFP4_GROUP, None),
+}
 DENSE = "dense"
 BITS = (2, 4, 8)
 WEIGHT = "weight"
@@ -99,6 +108,39 @@ def parts_of(rounded: Rounded, grid: Grid) -> dict[str, np.ndarray]:
         SCALE: rounded.scales.astype(numpy_dtype(grid.dtype)),
         SHAPE: np.array(rounded.codes.shape, np.int64),
     }
+
+
+def expected(layer: Layer, section: Mapping[str, Any]) -> dict[str, ArraySpec]:
+    """The tensors of a weight in nvfp4 or mxfp4; none of one in another form."""
+    groups = (section.get("config_groups") or {}).values()
+    targeting = (
+        group
+        for group in groups
+        if any(is_named(layer, target) for target in group.get("targets") or ())
+    )
+    group = next(targeting, None)
+    if group is None or len(layer.shape) != 2:
+        return {}
+    form = group.get("format") or section.get("format")
+    if form not in FLOATS_OF_4_BITS:
+        return {}
+    count, second = FLOATS_OF_4_BITS[form]
+    count = (group.get("weights") or {}).get("group_size") or count
+    name = layer.tensor
+    return fp4.expected(name, f"{name}{PACKED}", layer.shape, count, second=second)
+
+
+def left_out(section: Mapping[str, Any]) -> Sequence[str]:
+    """Which layers a section leaves plain."""
+    return section.get("ignore") or ()
+
+
+def is_named(layer: Layer, entry: str) -> bool:
+    """Whether an entry is a layer's name or class, or after "re:" an expression."""
+    expression = entry.removeprefix("re:")
+    if expression == entry:
+        return entry in (*layer.names, *layer.kinds)
+    return any(re.match(expression, name) for name in layer.names)
 
 
 def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, Packed]:

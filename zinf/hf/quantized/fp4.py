@@ -17,12 +17,40 @@ import numpy as np
 from zinf.adapt.blocks import Encoding
 from zinf.adapt.forms import Name
 from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
 from zinf.hf.quantized.fp8 import factors
 from zinf.hf.quantized.mxfp4 import PAIRS
 from zinf.hf.quantized.packed import Packed, float32, read_floats, rows_of_part
 
 SCALE, GLOBAL, SECOND = "_scale", "_global_scale", "_scale_2"
+# Numbers that share a scale, if a section of config.json does not say it.
+NVFP4_GROUP, MXFP4_GROUP = 16, 32
+
+
+def expected(
+    name: str, codes: str, shape: tuple[int, ...], group: int, *, second: str | None
+) -> dict[str, ArraySpec]:
+    """The tensors that files have of a weight; none if groups do not fill its rows:
+    no program writes such.
+
+    Args:
+        codes: the name of that of codes.
+        shape: of the weight.
+        group: numbers that share a scale.
+        second: the end of the name of the scale for all, of nvfp4; None: it is mxfp4.
+    """
+    rows, inputs = shape
+    if inputs % group:
+        return {}
+    dtype = "uint8" if second is None else "float8_e4m3fn"
+    found = {
+        codes: ArraySpec((rows, inputs // 2), "uint8", 1),
+        f"{name}{SCALE}": ArraySpec((rows, inputs // group), dtype, 1),
+    }
+    if second is not None:
+        found[f"{name}{second}"] = float32(1)
+    return found
 
 
 def of_codes(

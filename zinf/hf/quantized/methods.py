@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.hf.quantized import (
@@ -14,10 +13,8 @@ from zinf.hf.quantized import (
     modelopt,
     mxfp4,
 )
+from zinf.hf.quantized.expected import Keeping, Section
 from zinf.hf.quantized.packed import Dequantized, Packed
-
-# The section quantization_config of config.json.
-Section = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -27,19 +24,42 @@ class Method:
     Attributes:
         find: the plain weights that can be made of tensors, by name.
         refusal: what a section asks for that is not read; None: nothing.
+        keeping: which weights stay in few bits; None: all are decoded.
     """
 
     find: Callable[[AbstractTensors, Section], Mapping[str, Packed]]
     refusal: Callable[[Section], str | None]
+    keeping: Keeping | None = None
 
 
 METHODS = {
     "fp8": Method(fp8.find, fp8.refusal),
-    "mxfp4": Method(mxfp4.find, lambda section: None),
+    "mxfp4": Method(
+        mxfp4.find,
+        lambda section: None,
+        Keeping(mxfp4.expected, mxfp4.left_out, mxfp4.is_named),
+    ),
     "gptq": Method(gptq.find, gptq.refusal),
     "awq": Method(awq.find, awq.refusal),
-    "compressed-tensors": Method(compressed_tensors.find, compressed_tensors.refusal),
-    "modelopt": Method(modelopt.find, modelopt.refusal),
+    "compressed-tensors": Method(
+        compressed_tensors.find,
+        compressed_tensors.refusal,
+        Keeping(
+            compressed_tensors.expected,
+            compressed_tensors.left_out,
+            compressed_tensors.is_named,
+        ),
+    ),
+    "modelopt": Method(
+        modelopt.find,
+        modelopt.refusal,
+        Keeping(
+            modelopt.expected,
+            modelopt.left_out,
+            modelopt.is_named,
+            usually=modelopt.USUALLY_LEFT_OUT,
+        ),
+    ),
     "bitsandbytes": Method(bitsandbytes.find, bitsandbytes.refusal),
 }
 # Methods that names of tensors show, where config.json says nothing.

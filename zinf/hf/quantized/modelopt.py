@@ -1,15 +1,28 @@
 """Weights as NVIDIA's ModelOpt writes them: NVFP4, and float8 with one scale."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.program import ArraySpec
 from zinf.hf.quantized import compressed_tensors, fp4
+from zinf.hf.quantized.layer import Layer
 from zinf.hf.quantized.packed import Packed
 
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8")
+FOUR_BITS = ("NVFP4", "W4A16_NVFP4")
+ALGORITHMS = (*FOUR_BITS, "FP8")
 # The algorithm of a section in which each layer has its own.
 MIXED = "MIXED_PRECISION"
+# Keys of lists of layers that stay plain.
+LEFT_OUT = ("ignore", "exclude_modules")
+# Heads and routers, which ModelOpt leaves plain unless it is told otherwise.
+USUALLY_LEFT_OUT = (
+    *("*lm_head*", "*proj_out.*", "*output_layer*", "output.*"),
+    *("*block_sparse_moe.gate*", "*router*", "*mlp.gate.*"),
+    "*mlp.shared_expert_gate.*",
+)
 
 
 def refusal(section: Mapping[str, Any]) -> str | None:
@@ -37,3 +50,30 @@ def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, Packed
         else:
             found[name] = compressed_tensors.scaled(files, name)
     return found
+
+
+def expected(layer: Layer, section: Mapping[str, Any]) -> dict[str, ArraySpec]:
+    """The tensors of a weight in NVFP4; none of one that is float8 or plain."""
+    algorithm, group = section["quant_algo"], section.get("group_size")
+    if algorithm == MIXED:
+        layers = section["quantized_layers"]
+        own = next((layers[name] for name in layer.names if name in layers), {})
+        algorithm, group = own.get("quant_algo"), own.get("group_size", group)
+    if algorithm not in FOUR_BITS or not layer.is_linear:
+        return {}
+    name, group = layer.tensor, group or fp4.NVFP4_GROUP
+    return fp4.expected(name, name, layer.shape, group, second=fp4.SECOND)
+
+
+def left_out(section: Mapping[str, Any]) -> Sequence[str] | None:
+    """Which layers a section leaves plain; None: it does not say."""
+    lists = [section[key] or () for key in LEFT_OUT if key in section]
+    if not lists and section["quant_algo"] != MIXED:
+        return None
+    return [*chain(*lists)]
+
+
+def is_named(layer: Layer, entry: str) -> bool:
+    """Whether an entry is a part of a layer's name, or has wildcards for it."""
+    ended = (form for name in layer.names for form in (name, f"{name}."))
+    return any(entry in name or fnmatchcase(name, entry) for name in ended)

@@ -4,7 +4,8 @@ The microscaling format (https://arxiv.org/abs/2310.10537), as gpt-oss keeps its
 experts. bfloat16 holds the values exactly.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -17,9 +18,11 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
 from zinf.hf.quantized.fp8 import factors
+from zinf.hf.quantized.layer import Layer
 from zinf.hf.quantized.packed import Packed
 
 BLOCKS, SCALES = "_blocks", "_scales"
+GROUP = 32  # Numbers that share a scale.
 # The two numbers of each byte; the first is in the low half.
 PAIRS = np.stack([FP4[np.arange(256) & 15], FP4[np.arange(256) >> 4]], axis=1)
 
@@ -45,6 +48,33 @@ def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Exper
         parts = (name, f"{plain}{SCALES}")
         found[plain] = Experts(parts, made, encoding=encoding)
     return found
+
+
+def expected(layer: Layer, section: Mapping[str, Any]) -> dict[str, ArraySpec]:
+    """The tensors of the experts of a layer; none of other weights."""
+    del section
+    name, shape = layer.tensor, layer.shape
+    if len(shape) != 3 or shape[1] % GROUP:
+        return {}
+    scales = shape[0], shape[2], shape[1] // GROUP
+    return {
+        f"{name}{BLOCKS}": ArraySpec((*scales, GROUP // 2), "uint8", 1),
+        f"{name}{SCALES}": ArraySpec(scales, "uint8", 1),
+    }
+
+
+def left_out(section: Mapping[str, Any]) -> Sequence[str]:
+    """Which layers a section leaves plain."""
+    return section.get("modules_to_not_convert") or ()
+
+
+def is_named(layer: Layer, entry: str) -> bool:
+    """Whether a layer's name begins with an entry, as an expression, or ends with it.
+
+    As in `should_convert_module` of `transformers`.
+    """
+    begins = re.compile(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))")
+    return any(begins.match(name) or name.endswith(entry) for name in layer.names)
 
 
 class Experts(Packed):
