@@ -144,7 +144,10 @@ def _to_mxfp4(blocks: Any) -> tuple[Any, Any]:
 
 
 def _of_mxfp4(codes: Any, powers: Any) -> Any:
-    return _looked_up(FP4, codes) * _power(powers)[:, None]
+    # Two factors: float32 has no normal number for the exponent 0, and XLA takes 0.
+    half = powers // 2
+    found = _looked_up(FP4, codes) * _power(half + 63)[:, None]
+    return found * _power(powers - half + 64)[:, None]
 
 
 def _to_nvfp4(blocks: Any, *, divides: bool) -> tuple[Any, Any, Any]:
@@ -201,7 +204,7 @@ def _floats(bits: Any) -> Any:
 
 
 def _power(exponents: Any) -> Any:
-    """2 to the power (exponent - 127), of uint8; 0 for an exponent of 0."""
+    """2 to the power (exponent - 127), of uint8 from 1 to 254."""
     return _floats(exponents.astype(jnp.uint32) << MANTISSA_BITS)
 
 

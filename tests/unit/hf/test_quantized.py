@@ -41,6 +41,7 @@ from zinf.adapt.blocks import Encoding  # isort: skip
 from zinf.adapt.forms import OF_BITS  # isort: skip
 from zinf.hf.quantized import plain, refusal  # isort: skip
 from zinf.hf.quantized.codes import Codes  # isort: skip
+from zinf.hf.quantized.packed import packed_words, unpacked  # isort: skip
 from zinf.hf.weights import check_dtypes, to_torch  # isort: skip
 from zinf.core.interchange.safetensors_files import SafetensorsFiles  # isort: skip
 from zinf.core.interchange.tensors import AbstractTensors, boxes  # isort: skip
@@ -292,6 +293,58 @@ def test_other_libraries_read_their_weights_as_zinf_does(name, tmp_path):
         np.testing.assert_array_equal(rows, found[7:8, 5:20])
 
 
+def second_version(tensors):
+    """The second form of GPTQ has codes of 0 as they are, and the first less 1."""
+    codes = unpacked(tensors["layer.qzeros"].numpy(), 4)
+    tensors["layer.qzeros"] = torch.from_numpy(packed_words((codes + 1) & 15, 4))
+
+
+def never_set(tensors):
+    tensors["layer.weight_g_idx"] = torch.full((64,), -1, dtype=torch.int32)
+
+
+def rows_in_order(tensors):
+    tensors["layer.weight_format"] = torch.tensor(0, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "more"),
+    [
+        ("gptq 4", second_version, {"checkpoint_format": "gptq_v2"}),
+        # As transformers 5 and gptqmodel write it.
+        ("gptq 4", second_version, {"format": "gptq_v2"}),
+        ("gptq 4", lambda tensors: None, {"format": "gptq"}),
+        ("pack 4", never_set, {}),
+        ("int8", rows_in_order, {}),
+    ],
+)
+def test_a_weight_in_another_form_of_its_method_is_the_same(name, change, more):
+    tensors, section, read = recorded(name), CASES[name]["section"], []
+    for given in (section, section | more):
+        assert refusal(given) is None
+        files = InMemory({n: x.numpy() for n, x in tensors.items()})
+        weights = plain(files, given)
+        box = whole_box(weights.specs["layer.weight"].shape)
+        read.append(weights.read("layer.weight", box))
+        change(tensors)
+    np.testing.assert_array_equal(*read)
+
+
+def test_a_group_that_does_not_divide_the_inputs_ends_with_fewer():
+    """As auto-gptq counts: input i is of group i // group_size."""
+    inputs, outputs, group = 48, 32, 32
+    named = {
+        "qweight": np.zeros((inputs // 8, outputs), np.int32),
+        "qzeros": np.zeros((2, outputs // 8), np.int32),  # A code of 0 of 1.
+        "scales": np.stack([np.full(outputs, x, np.float16) for x in (1, 2)]),
+    }
+    files = InMemory({f"layer.{name}": x for name, x in named.items()})
+    section = {"quant_method": "gptq", "bits": 4, "group_size": group}
+    found = plain(files, section).read("layer.weight", ((0, outputs), (0, inputs)))
+    wanted = np.where(np.arange(inputs) < group, -1, -2)
+    np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_parts_of_weights_with_inputs_first_take_no_more_than_is_counted(method):
     """Rows of outputs, of words of all outputs: equal to the rows of a whole read."""
@@ -335,6 +388,12 @@ class InMemory(AbstractTensors):
         return self.arrays[name][tuple(slice(*edges) for edges in box)].copy()
 
 
+def in_numpy(tensor):
+    if tensor.dtype != torch.float8_e4m3fn:
+        return tensor.numpy()
+    return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+
+
 def in_fp4(name):
     """Files with one weight, how they are quantized, and bits a number that it takes.
 
@@ -350,11 +409,7 @@ def in_fp4(name):
         to_nvfp4(tensors)
     else:
         tensors, section = recorded(name), CASES[name]["section"]
-    arrays = {}
-    for part, x in tensors.items():
-        is_float8 = x.dtype == torch.float8_e4m3fn
-        bits = x.view(torch.uint8).numpy() if is_float8 else x.numpy()
-        arrays[part] = bits.view(ml_dtypes.float8_e4m3fn) if is_float8 else bits
+    arrays = {part: in_numpy(x) for part, x in tensors.items()}
     return arrays, section, 4.25 if name == "mxfp4" else 4.5
 
 
@@ -379,6 +434,19 @@ def test_codes_that_stay_as_they_are_give_the_numbers_that_are_read(name):
     found = codes.encodings[weight].decode(kept, shape)
     wanted = weights.read(weight, whole_box(shape)).astype(np.float32)
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_all_exponents_of_mxfp4_are_those_of_transformers():
+    """But for numbers below the normal ones of float32, which XLA takes as 0."""
+    powers = np.arange(255, dtype=np.uint8)  # 255 stands for no number.
+    codes = np.tile(np.arange(16, dtype=np.uint8) * 17, (255, 1))
+    parts = (torch.from_numpy(x)[None, :, None] for x in (codes, powers))
+    wanted = convert_moe_packed_tensors(*parts)[0].T.float().numpy()
+    named = {"codes": codes, "scales": powers}
+    found = np.asarray(Encoding("mxfp4", 32).decode(named, (255, 32)))
+    is_normal = (np.abs(wanted) >= np.finfo(np.float32).tiny) | (wanted == 0)
+    assert is_normal[0].any() and not is_normal[0].all()
+    np.testing.assert_array_equal(found[is_normal], wanted[is_normal])
 
 
 @pytest.mark.slow
@@ -697,6 +765,27 @@ def test_a_part_that_is_missing_is_named(name, part, words, tmp_path):
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "value", "section", "words"),
+    [
+        ("int8", "layer.weight_format", 2, {}, "order of a kernel (layer.weight_form"),
+        (
+            *("float 8 tensor", "layer.pre_quant_scale", 1),
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            "layer.pre_quant_scale multiplies the inputs of a layer, which",
+        ),
+    ],
+)
+def test_a_part_that_changes_what_is_computed_is_refused(
+    name, part, value, section, words
+):
+    arrays = {n: in_numpy(x) for n, x in recorded(name).items()}
+    files = InMemory(arrays | {part: np.array(value, np.uint8)})
+    with pytest.raises(ValueError) as error:
+        plain(files, CASES[name]["section"] | section)
+    assert words in str(error.value)
+
+
 def mixed(*formats, **others):
     """A section of compressed-tensors whose groups have formats of their own."""
     formats = formats or ("pack-quantized", "float-quantized")
@@ -710,7 +799,12 @@ def mixed(*formats, **others):
     [
         (mixed(), None),
         ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits, and "),
+        (
+            {"quant_method": "gptq", "bits": 4, "format": "marlin"},
+            "gptq, checkpoint_format marlin, and gptq and gptq_v2 are read",
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, version gemv"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "awq, version gemv"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4"}, "format nvfp4"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "algo W4A8_AWQ, and"),
         (

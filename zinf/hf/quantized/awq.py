@@ -25,7 +25,8 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def refusal(section: Mapping[str, Any]) -> str | None:
-    bits, version = section.get("bits", BITS), section.get("version", "gemm")
+    bits = section.get("bits", BITS)
+    version = section.get("version") or section.get("format") or "gemm"
     if bits != BITS:
         return f"{bits} bits, and {BITS} are read"
     if str(version).lower() != "gemm":
@@ -41,7 +42,7 @@ def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Awq"]
             continue
         inputs, outputs = spec.shape[0], spec.shape[1] * WORD // BITS
         name, *parts = names_of(qweight)
-        group = check_groups(files, qweight, inputs, outputs, BITS)
+        group = check_groups(files, qweight, section, inputs, outputs, BITS)
         found[name] = Awq(tuple(parts), float32(outputs, inputs), BITS, group)
     return found
 

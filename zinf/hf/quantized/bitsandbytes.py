@@ -57,6 +57,11 @@ def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, Packed
             shape = files.specs[weight].shape
             check_shape(files, name, shape[:1], of=weight)
             others = [n for n in (f"{stem}{FORM}",) if n in files.specs]
+            if others and read_whole(files, *others).any():
+                raise ValueError(
+                    f"{weight} is in an order of a kernel ({others[0]} is not 0), and "
+                    "zinf reads rows. Load the model in bitsandbytes and save it again."
+                )
             found[weight] = Int8((weight, name, *others), float32(*shape))
     return found
 

@@ -8,8 +8,9 @@ GPTQ's and AWQ's files hold for `NAME.weight` [outputs, inputs]
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -101,9 +102,16 @@ def names_of(qweight: str) -> tuple[str, str, str, str]:
 
 
 def check_groups(
-    files: AbstractTensors, qweight: str, inputs: int, outputs: int, bits: int
+    files: AbstractTensors,
+    qweight: str,
+    section: Mapping[str, Any],
+    inputs: int,
+    outputs: int,
+    bits: int,
 ) -> int:
     """The inputs of a group, by the shapes of scales and zeros.
+
+    The last group of the size in `section` may be smaller than the others.
 
     Raises:
         ValueError: scales or zeros are missing, or of another shape.
@@ -113,7 +121,9 @@ def check_groups(
     groups = spec.shape[0] if spec is not None and len(spec.shape) == 2 else 1
     check_shape(files, scales, (groups, outputs), of=qweight)
     check_shape(files, zeros, (groups, outputs * bits // WORD), of=qweight)
-    return -(-inputs // groups)
+    asked = int(section.get("group_size") or 0)
+    is_so = asked > 0 and -(-inputs // asked) == groups
+    return asked if is_so else -(-inputs // groups)
 
 
 def by_outputs(

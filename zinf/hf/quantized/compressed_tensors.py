@@ -247,9 +247,11 @@ class Rows(Packed):
         """The group of each input."""
         inputs = self.spec.shape[1]
         index = self._part(GROUP_OF)
-        if index is None:
+        given = None if index is None else read_whole(files, index)
+        # An index that was never set is -1.
+        if given is None or (given < 0).any():
             return np.arange(inputs) // (inputs // count)
-        return read_whole(files, index)
+        return given
 
     def _zeros(self, files: AbstractTensors, low: int, high: int) -> np.ndarray | None:
         """The code of 0, float32 [rows, groups]; None: it is 0."""

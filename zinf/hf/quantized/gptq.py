@@ -28,31 +28,40 @@ from zinf.hf.quantized.packed import (
 )
 
 BITS = (2, 4, 8)
+# By the form of the files: what is added to the stored code of 0.
+MORE = {"gptq": 1, "gptq_v2": 0}
+
+
+def form_of(section: Mapping[str, Any]) -> str:
+    """The form of the files; transformers writes both keys, and others one of them."""
+    form = section.get("checkpoint_format") or section.get("format") or "gptq"
+    return str(form).lower()
 
 
 def refusal(section: Mapping[str, Any]) -> str | None:
-    bits = section.get("bits")
+    bits, form = section.get("bits"), form_of(section)
+    if form not in MORE:
+        return f"checkpoint_format {form}, and {' and '.join(MORE)} are read"
     return None if bits in BITS else f"{bits} bits, and 2, 4 and 8 are read"
 
 
 def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, "Gptq"]:
     """The weights of `NAME.qweight`."""
     bits = int(section["bits"])
-    # The first version of the form stores the code of 0 less 1.
-    is_old = section.get("checkpoint_format", "gptq") == "gptq"
+    more = MORE[form_of(section)]
     found = {}
     for qweight, spec in files.specs.items():
         if not qweight.endswith(QWEIGHT):
             continue
         inputs, outputs = spec.shape[0] * WORD // bits, spec.shape[1]
         name, *parts = names_of(qweight)
-        group = check_groups(files, qweight, inputs, outputs, bits)
+        group = check_groups(files, qweight, section, inputs, outputs, bits)
         index = qweight.removesuffix(QWEIGHT) + ".g_idx"
         if index in files.specs:
             check_shape(files, index, (inputs,), of=qweight)
             parts.append(index)
         made = float32(outputs, inputs)
-        found[name] = Gptq(tuple(parts), made, bits, group, 1 if is_old else 0)
+        found[name] = Gptq(tuple(parts), made, bits, group, more)
     return found
 
 

@@ -23,6 +23,8 @@ USUALLY_LEFT_OUT = (
     *("*block_sparse_moe.gate*", "*router*", "*mlp.gate.*"),
     "*mlp.shared_expert_gate.*",
 )
+# Factors of inputs, which AWQ's weights need.
+FACTORS = "pre_quant_scale"
 
 
 def refusal(section: Mapping[str, Any]) -> str | None:
@@ -38,9 +40,18 @@ def refusal(section: Mapping[str, Any]) -> str | None:
 
 
 def find(files: AbstractTensors, section: Mapping[str, Any]) -> dict[str, Packed]:
-    """The weights with `NAME_scale` beside them: uint8 of two codes each, or float8."""
+    """The weights with `NAME_scale` beside them: uint8 of two codes each, or float8.
+
+    Raises:
+        ValueError: a layer has factors of its inputs, or see `of_codes` and `scaled`.
+    """
     found: dict[str, Packed] = {}
     for name, spec in files.specs.items():
+        if name.endswith(FACTORS):
+            raise ValueError(
+                f"{name} multiplies the inputs of a layer, which zinf does not read. "
+                "Use the checkpoint in bfloat16."
+            )
         if f"{name}{fp4.SCALE}" not in files.specs:
             continue
         if spec.dtype == "uint8":
