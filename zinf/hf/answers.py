@@ -90,7 +90,8 @@ def span_by_characters(
         tokenizer, messages[:number], add_generation_prompt=True, **named
     )
     upto = apply_template(tokenizer, messages[: number + 1], **named)
-    found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    how = {"tokenizer_kwargs": {"return_offsets_mapping": True}, "return_dict": True}
+    found = apply_template(tokenizer, messages, tools=tools, **how)
     if not whole.startswith(before) or not whole.startswith(upto):
         return None
     if list(found["input_ids"]) != list(ids):

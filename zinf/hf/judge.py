@@ -4,7 +4,7 @@ A reward model is a classifier of texts with one label, as `zinf finetune --obje
 reward` writes it. As in TRL it reads the text of a prompt with its completion: laid out
 by its own chat template if the prompt is a conversation, and tokenized by its own
 tokenizer, which adds no token of its own. One that reads images gets those of the
-prompt too.
+prompt too, and reads conversations with images as its processor does, and training.
 """
 
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ from zinf.core.rollouts.calls import AbstractRewardModel, Reward
 from zinf.core.rollouts.functions import code_digest, load_functions, place_of_model
 from zinf.core.rollouts.sizes import Prompt
 from zinf.distributed import AbstractGroup
+from zinf.hf.answers import laid_out
 from zinf.hf.engine import ModelEngine
 from zinf.hf.frozen import ALONE, Frozen, place
 from zinf.hf.heads import HeadModel, load_head
@@ -37,7 +38,6 @@ from zinf.hf.prefill import Prefill, Row
 from zinf.hf.reader import Limit
 from zinf.hf.records import has_images, parts_of, with_content
 from zinf.hf.scoring import as_row
-from zinf.hf.template import apply_template
 
 # Rows that pass a layer before the next one is fetched, at most.
 ROWS_AT_ONCE = 64
@@ -226,7 +226,8 @@ class Judge(AbstractRewardModel):
         """
         tokenizer, where = self.model.tokenizer, "a prompt"
         if isinstance(prompt, str):
-            ids = _ids(tokenizer, prompt + completion)
+            text = prompt + completion
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return as_row(self.model, {"input_ids": ids})
         messages, seen = [*with_content(prompt, "the prompt"), *completion], None
         if isinstance(self.model, ImageModel) and any(map(parts_of, prompt)):
@@ -234,12 +235,11 @@ class Judge(AbstractRewardModel):
             line, _, seen = self._reader.read(line, where, None)
             messages, tokenizer = line["messages"], self._reader.layout(seen)
         try:
-            text = apply_template(tokenizer, messages, tokenize=False)
+            ids = laid_out(tokenizer, messages)
         except Exception as error:
             # A template is a program, and raises what it likes.
             reason = f"its chat template refuses the conversation: {error}"
             raise _Unread(reason) from error
-        ids = _ids(tokenizer, text)
         row = as_row(self.model, {"input_ids": ids})
         if not images or seen is None:
             return row
@@ -280,10 +280,6 @@ class Judge(AbstractRewardModel):
             )
         row = as_row(self.model, {"input_ids": [*ids, *[0] * (longest - len(ids))]})
         return row if most is None else replace(row, beside=most.beside)
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _num_pieces(row: Row) -> int:

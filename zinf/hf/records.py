@@ -147,6 +147,14 @@ def parts_of(message: Any) -> Sequence[Any]:
     return content if isinstance(content, list) else ()
 
 
+def as_parts(message: Any) -> Any:
+    """The message, with a text as its only part; an empty text stays."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str) or not content:
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
 def standard(line: Any, where: str, *, has_template: bool) -> Any:
     """A line in the form of `messages`, or of `prompt` and `completion`.
 

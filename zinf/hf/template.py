@@ -7,7 +7,7 @@ as `transformers` does, with these costs added to their syntax tree.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial, wraps
@@ -19,6 +19,8 @@ from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
+from zinf.hf.records import as_parts
+
 # A step of a loop, or a call, takes as long as some hundred characters are copied.
 STEP, ENTRY, CHARACTER = 100, 25, 1
 # Some seconds. A conversation of 2,000 messages takes a tenth of it.
@@ -29,6 +31,8 @@ MULTIPLYING = ("join", "replace")
 # Widths and precisions in texts for `%` and for `format`. `*` takes its from a value.
 PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\d+|\*)?(?:\.(\d+|\*))?")
 BRACES = re.compile(r"[:.]\D{0,3}(\d+)")
+# A text that no template has itself.
+PROBE = "zinf asks"
 
 _left: ContextVar[list[int] | None] = ContextVar("left", default=None)
 
@@ -36,11 +40,37 @@ _left: ContextVar[list[int] | None] = ContextVar("left", default=None)
 def apply_template(tokenizer: Any, messages: Any, **named: Any) -> Any:
     """`tokenizer.apply_chat_template(messages, **named)`, with bounded work.
 
+    Where a template would leave texts out that are no parts, they become parts.
+
     Raises:
         jinja2.TemplateError: the template takes too much work, or what it raises.
     """
+    template, ends = tokenizer.chat_template, (tokenizer.bos_token, tokenizer.eos_token)
+    if isinstance(template, str) and _reads_parts_alone(template, *ends):
+        messages = [as_parts(message) for message in messages]
     with _bounded(str(tokenizer.name_or_path)):
         return tokenizer.apply_chat_template(messages, **named)
+
+
+@lru_cache(maxsize=8)
+def _reads_parts_alone(template: str, begin: str | None, end: str | None) -> bool:
+    """Whether a template lays out parts, and drops contents that are texts.
+
+    It does if it loops over contents without asking what they are (LLaVA, SmolVLM).
+    """
+    as_text = {"role": "user", "content": PROBE}
+    tokens = {"bos_token": begin or "", "eos_token": end or ""}
+
+    def is_shown(message: Mapping[str, Any]) -> bool:
+        given = {"conversations": [[message]], "chat_template": template}
+        try:
+            with _bounded(""):
+                texts, _ = chat_template_utils.render_jinja_template(**given, **tokens)
+        except Exception:  # A template is a program, and raises what it likes.
+            return False
+        return PROBE in texts[0]
+
+    return not is_shown(as_text) and is_shown(as_parts(as_text))
 
 
 @contextmanager

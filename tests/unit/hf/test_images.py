@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from PIL import ExifTags, Image
 
 from tests.command import run
 from tests.marks import drawn
@@ -42,11 +43,14 @@ from safetensors.torch import load_file, save_file  # isort: skip
 
 import zinf  # isort: skip
 from zinf import hf  # isort: skip
+from tokenizers.processors import TemplateProcessing  # isort: skip
 from zinf.hf.dataset import tokenized  # isort: skip
 from zinf.hf.engine import adapted_model  # isort: skip
 from zinf.hf.images.kind import bucket_of, sizes  # isort: skip
 from zinf.hf.images.samples import ImageSamples, ImageTokenizing  # isort: skip
 from zinf.hf.images.sources import in_parts, opened  # isort: skip
+from zinf.hf.records import as_parts  # isort: skip
+from zinf.hf.samples import Tokenizing  # isort: skip
 from zinf.inference import Scores  # isort: skip
 
 # As for models of text: see `test_architectures`.
@@ -328,9 +332,14 @@ def test_images_of_all_forms_are_read(tmp_path):
     image.save(tmp_path / "0.png")
     content = (tmp_path / "0.png").read_bytes()
     text = base64.b64encode(content).decode()
+    # As cameras store what they saw: to be turned by 90 degrees before it is shown.
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "90.png", exif=exif)
     forms = [
         *("0.png", tmp_path / "0.png", text, f"data:image/png;base64,{text}", image),
         *({"path": "0.png"}, {"bytes": content}, {"bytes": content, "path": "x"}),
+        *("90.png", Image.open(tmp_path / "90.png")),
     ]
     ask = {"role": "user", "content": "w1"}
     answer = {"role": "assistant", "content": "w2"}
@@ -362,6 +371,38 @@ def test_images_of_all_forms_are_read(tmp_path):
         assert reading.samples == ((ids, [*[hf.IGNORED] * 7, 7, 1]),)
         (one,) = reading.beside[0].contents
         assert np.array_equal(np.asarray(opened(one, "")), np.asarray(image))
+
+
+def test_a_text_begins_once_beside_images_and_a_prompt_does_not_end(tmp_path):
+    """Texts as without images, and conversations as the processor lays them out."""
+    config_of("llava").save_pretrained(tmp_path)
+    processor_folder("llava", tmp_path)
+    how = ImageTokenizing.of(hf.load_with_images(tmp_path), **TOKENIZING)
+    processor, first = how.reader.processor, 14
+    words = processor.tokenizer
+    words.bos_token = "w9"
+    tokens = {"special_tokens": [("w9", first), ("</s>", 1)]}
+    whole = TemplateProcessing(single="w9 $A </s>", **tokens)
+    words._tokenizer.post_processor = whole
+    plain = Tokenizing(words, vocab_size=96, **TOKENIZING)
+    for text in ("w1 w2", "w9 w1 w2"):
+        for line in ({"text": text}, {"prompt": text, "completion": "w3"}):
+            assert how.read(line, "line").samples == plain.read(line, "line").samples
+    words._tokenizer.post_processor = TemplateProcessing(single="w9 $A", **tokens)
+    image = picture(0)
+    image.save(tmp_path / "0.png")
+    own = {"type": "image", "image": image}, {"type": "text", "text": "w1"}
+    for chat in (CHAT, "w9 " + CHAT):
+        how.reader.chat_template = chat.replace("PLACE", MARKS["llava"])
+        record = {"messages": said(1), "images": ["0.png"]}
+        (sample,) = how.read(record, "line", tmp_path).samples
+        ids, labels = sample
+        talk = [{"role": "user", "content": [*own]}, as_parts(said(1)[1])]
+        wanted = processor.apply_chat_template(
+            talk, chat_template=how.reader.chat_template, tokenize=True
+        )
+        assert ids == list(*wanted) and ids.count(first) == 1
+        assert [x for x in labels if x != hf.IGNORED] == [7, 1]
 
 
 # Settings of an image processor that make other sizes, and others that make other

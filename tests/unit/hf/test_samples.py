@@ -134,7 +134,17 @@ def test_what_is_null_or_empty_counts_as_absent(line, alike):
     assert how.read(line, "line 1") == how.read(alike, "line 1")
 
 
-@pytest.mark.parametrize("template", [CHAT, UNTAGGED], ids=["tags", "no tags"])
+# As LLaVA's and SmolVLM's templates: they loop over a content as over parts.
+OF_PARTS = CHAT.replace(
+    "{{ m.content }}",
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}",
+)
+
+
+@pytest.mark.parametrize(
+    "template", [CHAT, UNTAGGED, OF_PARTS], ids=["tags", "no tags", "parts"]
+)
 @pytest.mark.parametrize(("line", "trained"), ANSWERS)
 def test_the_answers_that_a_line_names_are_trained_on(line, trained, template):
     words = tokenizer(chat_template=template)

@@ -211,7 +211,7 @@ class Layout:
         """
         first = self._tokenizer.bos_token
         adds = first is None or not text.startswith(first)
-        return self._tokenizer(text, **named | {"add_special_tokens": adds})
+        return self._tokenizer(text, **{"add_special_tokens": adds} | named)
 
     def apply_chat_template(
         self,
@@ -221,6 +221,7 @@ class Layout:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         return_assistant_tokens_mask: bool = False,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> Any:
         """As that of a tokenizer, with the tokens of images.
@@ -249,7 +250,7 @@ class Layout:
         if not tokenize:
             return text
         if not return_assistant_tokens_mask:
-            return {"input_ids": list(self(text)["input_ids"])}
+            return self(text, **tokenizer_kwargs or {})
         found = self(text, return_offsets_mapping=True)
         moved = _Moved(offsets[0] if offsets else [])
         marked = [(moved(begin), moved(end)) for begin, end in spans[0]]

@@ -115,11 +115,6 @@ class ImageTokenizing(Tokenizing):
             )
         return False
 
-    def _ended(self, text: str) -> list[int]:
-        # A `Layout` begins each text anew, and this one goes on.
-        tokenizer = self.reader.processor.tokenizer
-        return self._closed(tokenizer(text, add_special_tokens=False).input_ids)
-
     @contextmanager
     def beside(self, folder: Path) -> Generator[Callable[[Any], None], None, None]:
         """See `Tokenizing.beside`: writes the images."""

@@ -12,10 +12,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from zinf.hf.records import (
     CONVERSATIONS,
+    as_parts,
     given_images,
     has_images,
     is_image,
@@ -82,13 +83,13 @@ def _plain(message: Any, unplaced: list[Any], images: list[Any], where: str) -> 
     Args:
         unplaced: the images of the record that no part had before; parts take them.
     """
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, str) and content:
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
+    message = as_parts(message)
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
         return message
     parts: list[Any] = []
-    for part in (x for whole in content for x in _apart(whole, bool(unplaced))):
+    for part in (
+        x for whole in parts_of(message) for x in _apart(whole, bool(unplaced))
+    ):
         if not is_image(part):
             parts.append(part)
             continue
@@ -150,7 +151,7 @@ def content_of(source: Any, folder: Path | None, where: str) -> bytes:
     """
     if isinstance(source, Image.Image):
         written = BytesIO()
-        source.convert("RGB").save(written, "PNG")
+        _upright(source).save(written, "PNG")
         return written.getvalue()
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
@@ -206,7 +207,7 @@ def opened(content: bytes, where: str) -> Image.Image:
     """
     try:
         with Image.open(BytesIO(content)) as image:
-            return image.convert("RGB")
+            return _upright(image)
     except UnidentifiedImageError:
         reason = "its form is unknown"
     except Exception as error:  # Of any kind, as the files are anybody's.
@@ -215,3 +216,11 @@ def opened(content: bytes, where: str) -> Image.Image:
         f"{where}: the image cannot be read ({len(content):,} bytes; {reason}). Repair "
         "it, or leave the line out."
     )
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image in red, green and blue, turned as its EXIF tag of orientation says.
+
+    Cameras store what the sensor saw. `load_image` of transformers turns it too.
+    """
+    return ImageOps.exif_transpose(image).convert("RGB")
