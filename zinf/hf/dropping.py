@@ -33,7 +33,8 @@ def layers_of(module: transformers.PreTrainedModel) -> Sequence[torch.nn.Module]
         NotImplementedError: they are not one list of layers.
     """
     count = module.config.get_text_config().num_hidden_layers
-    for found in module.modules():
+    # A tower of images may have as many layers.
+    for found in module.get_decoder().modules():
         if (
             isinstance(found, torch.nn.ModuleList)
             and len(found) == count

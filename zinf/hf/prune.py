@@ -7,7 +7,7 @@ layers are kept by number, as a student begins with layers of its teacher
 (https://arxiv.org/abs/2201.05596).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exper
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k")
 GROUPS = "n_group"
 LAYERS = "num_hidden_layers"
+# Keys that say how many of the first layers have no experts.
+DENSE = ("first_k_dense_replace", "num_dense_layers")
 # Modules beside the experts that have a row for each of them.
 ROUTERS = ("gate", "router")
 # Rows of texts that all pass a layer before the next one is fetched.
@@ -158,7 +160,8 @@ def prune_experts(
         for name in _rows_by_expert(model, owner)
     }
     more = f"{count:,} experts of each layer are kept, those used most."
-    _write(model, config, parts, Path(output), more, max_shard_bytes)
+    named = {"more": more, "max_shard_bytes": max_shard_bytes}
+    _write(model, config, parts, Path(output), **named)
 
 
 def prune_layers(
@@ -193,6 +196,9 @@ def prune_layers(
     for key, value in text.to_dict().items():
         if isinstance(value, list) and len(value) == count and "token" not in key:
             setattr(text, key, [value[i] for i in wanted])
+    for key in DENSE:
+        if isinstance(first := getattr(text, key, None), int):
+            setattr(text, key, sum(layer < first for layer in wanted))
     setattr(text, LAYERS, len(wanted))
     try:
         stack = layers_of(model.module)
@@ -210,7 +216,8 @@ def prune_layers(
                 new = f"{stem}{number}.{name.removeprefix(old)}"
                 parts[new] = _Part(name)
     more = f"Layers {', '.join(map(str, wanted))} of {count} are kept."
-    _write(model, config, parts, Path(output), more, max_shard_bytes)
+    named = {"more": more, "max_shard_bytes": max_shard_bytes, "stem": stem}
+    _write(model, config, parts, Path(output), **named)
 
 
 @dataclass(frozen=True)
@@ -280,10 +287,18 @@ def _write(
     config: Any,
     parts: Mapping[str, _Part],
     output: Path,
+    *,
     more: str,
     max_shard_bytes: int,
+    stem: str = "",
 ) -> None:
-    """Write the model of a configuration, made of parts of a larger one."""
+    """Write the model of a configuration, made of parts of a larger one.
+
+    Args:
+        parts: those that are not as they are in the larger one.
+        stem: how the names of `parts` begin, and of no other tensor, if they are whole
+            layers.
+    """
     check_target(output, 0)
     model.read_buffers()
     small = Model(model.name, model.folder, config, model.dtype)
@@ -291,7 +306,8 @@ def _write(
     with files:
         match(model.specs, weights.specs, {n: n for n in model.specs}, model.terms)
         taken = {name: parts.get(name, _Part(name)) for name in _all_specs(small)}
-        _check(model, small, taken)
+        own = {n for n in taken if n.startswith(stem)} if stem else parts.keys()
+        _check(model, small, taken, others=parts.keys() ^ own)
         buffers = model.persistent_buffers()
         small._stored_buffers = {
             name: buffers[part.source]
@@ -315,9 +331,15 @@ def _write(
         )
 
 
-def _check(model: Model, small: Model, taken: Mapping[str, _Part]) -> None:
-    """Refuse a smaller model that the parts do not make."""
-    large, wrong = _all_specs(model), []
+def _check(
+    model: Model, small: Model, taken: Mapping[str, _Part], others: Iterable[str]
+) -> None:
+    """Refuse a smaller model that the parts do not make.
+
+    Args:
+        others: tensors of the layers of one of them that the other lacks.
+    """
+    large, wrong = _all_specs(model), sorted(others)
     for name, shape in _all_specs(small).items():
         part = taken[name]
         found = large.get(part.source)

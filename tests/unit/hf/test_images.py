@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 import yaml
-from PIL import ExifTags, Image
 
 from tests.command import run
 from tests.marks import drawn
@@ -37,6 +36,7 @@ from tests.unit.hf.images import (  # isort: skip
 )
 
 import jax  # isort: skip
+from PIL import ExifTags, Image  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
 from safetensors.torch import load_file, save_file  # isort: skip

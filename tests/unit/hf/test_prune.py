@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.command import run
+from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import (
     SMALL,
     VOCAB,
@@ -24,6 +25,7 @@ from tests.unit.hf.models import (
     write,
 )
 
+from tests.unit.hf import images  # isort: skip
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 import torch  # isort: skip
@@ -152,6 +154,44 @@ def test_a_student_begins_with_layers_of_its_teacher(tmp_path):
     np.testing.assert_array_equal(torch_logits(student, tokens()), wanted)
 
 
+def of_experts_later():
+    """Of four layers the first has no experts."""
+    return transformers.AutoModelForCausalLM.from_config(
+        grouped(num_hidden_layers=4, n_group=1),
+        attn_implementation="eager",
+    )
+
+
+def of_two_towers():
+    """As many layers for images as for text."""
+    return images.make("gemma3")
+
+
+@pytest.mark.parametrize(
+    ("make_teacher", "place", "kept"),
+    [
+        (of_experts_later, "model", [0, 3]),
+        (of_experts_later, "model", [1, 3]),
+        (of_two_towers, "model.language_model", [1]),
+    ],
+)
+def test_layers_that_are_kept_are_whole(make_teacher, place, kept, tmp_path):
+    teacher = make_teacher().eval()
+    teacher.save_pretrained(tmp_path / "model")
+    hf.prune_layers(hf.load(tmp_path / "model"), tmp_path / "student", kept)
+    stack = teacher.get_submodule(place)
+    stack.layers = torch.nn.ModuleList([stack.layers[i] for i in kept])
+    config = teacher.config.get_text_config()
+    config.num_hidden_layers = len(kept)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[i] for i in kept]
+    wanted = torch_logits(teacher, tokens())
+    student = type(teacher).from_pretrained(
+        tmp_path / "student", attn_implementation="eager"
+    )
+    np.testing.assert_array_equal(torch_logits(student.eval(), tokens()), wanted)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_a_student_learns_from_its_teacher(packing, tmp_path):
     """In one command; the first loss is that of torch and the divergence by hand."""
@@ -228,19 +268,21 @@ def test_teachers_that_cannot_teach_are_refused_by_name(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def grouped():
+def grouped(**changes):
     parts = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
     parts |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "n_shared_experts": 1}
     routes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2}
     routes |= {"topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
     return transformers.DeepseekV3Config(
-        **SMALL | {"num_key_value_heads": 4}, **parts, **routes
+        **SMALL | {"num_key_value_heads": 4} | parts | routes | changes
     )
 
 
 def test_what_cannot_be_pruned_is_refused_by_name(tmp_path):
     data, plain = data_of(tmp_path), model_folder(tmp_path / "plain")
     mixed, groups = model_folder(tmp_path / "mixed"), model_folder(tmp_path / "groups")
+    both = tmp_path / "both"
+    make(config_of("marian")).save_pretrained(both)
     save(mixture(), mixed)
     make(grouped()).save_pretrained(groups)
 
@@ -257,6 +299,8 @@ def test_what_cannot_be_pruned_is_refused_by_name(tmp_path):
         command(groups, "--experts", 4, "--data", data): "are in 2 groups",
         command(plain, "--layers", "0,7"): "has layers 0 to 1",
         command(plain, "--layers", "a"): "must be numbers with commas",
+        # The decoder has a number of layers of its own.
+        command(both, "--layers", "1"): "would have other tensors than the parts",
     }
     for call, words in wanted.items():
         assert words in " ".join(call().split())
