@@ -31,7 +31,9 @@ from zinf.core.jaxpr.rewrite import rewriting, rewritten_program
 from zinf.core.jaxpr.walk import CUSTOM, REMAT, Inner, inner
 from zinf.core.problem.source import named_leaves
 from zinf.core.sharding import AxisRule, Dim, batch_dims
+from zinf.core.sharding.axes.convolution import without_groups
 from zinf.core.sharding.axes.sequence.follow import Mark, Marks, results
+from zinf.core.sharding.mesh import SEQ
 
 OPENED = REMAT | CUSTOM | {"scan"}
 MARK_OF = {Dim.BATCH: Mark.EXAMPLES, Dim.SEQUENCE: Mark.POSITIONS}
@@ -49,6 +51,7 @@ def along_sequence(loss: Callable, rule: AxisRule) -> Callable:
         return loss
 
     def write(closed: Any, arguments: Sequence[Any]) -> Graph:
+        closed = without_groups(closed, SEQ)
         params, batch, *_ = arguments
         first = len(jax.tree.leaves(params))
         of_batch = open_jaxpr(closed)[0].invars[first:]

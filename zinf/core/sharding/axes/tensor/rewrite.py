@@ -31,9 +31,9 @@ from zinf.core.jaxpr.rewrite import (
     weakly_typed,
 )
 from zinf.core.jaxpr.walk import REMAT, apply, inner
-from zinf.core.sharding.axes.tensor.convolution import Convolutions, has_groups
+from zinf.core.sharding.axes.convolution import without_groups
 from zinf.core.sharding.axes.tensor.cuts import Cuts, find_cuts
-from zinf.core.sharding.mesh import Dim
+from zinf.core.sharding.mesh import TENSOR, Dim
 from zinf.core.sharding.rule import AxisRule
 
 # A dim of a value, and the number of blocks that it consists of.
@@ -49,8 +49,7 @@ def along_tensor(loss: Callable, rule: AxisRule) -> Callable:
         return loss
 
     def write(closed: Any, arguments: Sequence[Any]) -> Graph:
-        if has_groups(open_jaxpr(closed)[0].eqns):
-            closed, _ = rewritten_program(Convolutions(), closed)
+        closed = without_groups(closed, TENSOR)
         num_params = len(jax.tree.leaves(arguments[0]))
         return _unmerged(closed, num_params, rule) or as_graph(closed)
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zinf.core.sharding import axis_rule
-from zinf.core.sharding.axes.tensor import along_tensor
+from zinf.core.sharding.axes import rewritten
 from zinf.core.sharding.mesh import make_mesh
 
 ROWS, CHANNELS = 4, 6
@@ -38,6 +38,11 @@ def with_strides(w, x):
     return lax.conv_general_dilated(x, w, (2,), "SAME", feature_group_count=CHANNELS)
 
 
+def transposed(w, x):
+    options = {"lhs_dilation": (2,), "feature_group_count": CHANNELS}
+    return lax.conv_general_dilated(x, w, (1,), [(1, 1)], **options)
+
+
 def own_rule(w, x):
     f = jax.custom_jvp(line)
     f.defjvp(lambda x, dx: jax.jvp(line, x, dx))
@@ -54,42 +59,47 @@ def loss_of(function):
     return lambda p, batch: jnp.mean(function(p["w"], batch["x"]) ** 2)
 
 
-MESH = make_mesh(jax.devices()[:4], num_tensor=2)
-RULE = axis_rule(MESH, stage=0, min_bytes=0)
+# Four devices, of which two have the same rows.
+RULES = {
+    axis: axis_rule(
+        make_mesh(jax.devices()[:4], **{f"num_{axis}": 2}), stage=0, min_bytes=0
+    )
+    for axis in ("tensor", "seq")
+}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", RULES)
 @pytest.mark.parametrize(
-    ("function", "shape", "kernel"),
+    ("function", "shape", "kernel", "dtype"),
     [
-        (line, LINE, (CHANNELS, 1, 4)),
-        (repeated, LINE, (CHANNELS, 1, 4)),
-        (image, IMAGE, (3, 2, 1, CHANNELS)),
+        (line, LINE, (CHANNELS, 1, 4), "float32"),
+        (repeated, LINE, (CHANNELS, 1, 4), "bfloat16"),
+        (image, IMAGE, (3, 2, 1, CHANNELS), "float32"),
+        (image, IMAGE, (3, 2, 1, CHANNELS), "bfloat16"),
+        (of_pairs, LINE, (2 * CHANNELS, 2, 4), "float32"),
+        (with_strides, LINE, (CHANNELS, 1, 4), "float32"),
     ],
 )
-def test_kernels_have_the_gradient_of_one_device(function, shape, kernel, dtype):
+def test_kernels_have_the_gradient_of_one_device(axis, function, shape, kernel, dtype):
     loss = loss_of(function)
     values = (RANDOM.standard_normal(s, np.float32) for s in (kernel, shape))
     w, x = (jnp.asarray(v, dtype) for v in values)
     expected = jax.value_and_grad(loss)({"w": w}, {"x": x})
-    batch = {"x": jax.device_put(x, NamedSharding(MESH, PartitionSpec("fsdp")))}
-    found = jax.jit(jax.value_and_grad(along_tensor(loss, RULE)))({"w": w}, batch)
+    by_rows = NamedSharding(RULES[axis].mesh, PartitionSpec("fsdp"))
+    divided = rewritten(loss, RULES[axis], is_loss=True)
+    found = jax.jit(jax.value_and_grad(divided))(
+        {"w": w}, {"x": jax.device_put(x, by_rows)}
+    )
     bound = 16 * float(jnp.finfo(dtype).eps)
     chex.assert_trees_all_close(
         jax.device_get(found), jax.device_get(expected), rtol=bound, atol=bound / 16
     )
 
 
-@pytest.mark.parametrize(
-    ("function", "kernel"),
-    [
-        (of_pairs, (CHANNELS, 2, 4)),
-        (with_strides, (CHANNELS, 1, 4)),
-        (own_rule, (CHANNELS, 1, 4)),
-    ],
-)
-def test_other_convolutions_in_groups_are_refused(function, kernel):
-    arguments = {"w": jnp.zeros(kernel)}, {"x": jnp.zeros(LINE)}
-    loss = along_tensor(loss_of(function), RULE)
-    with pytest.raises(NotImplementedError, match="mesh.tensor .* in groups"):
+@pytest.mark.parametrize("axis", RULES)
+@pytest.mark.parametrize("function", [transposed, own_rule])
+def test_other_convolutions_in_groups_are_refused(axis, function):
+    arguments = {"w": jnp.zeros((CHANNELS, 1, 4))}, {"x": jnp.zeros(LINE)}
+    loss = rewritten(loss_of(function), RULES[axis], is_loss=True)
+    with pytest.raises(NotImplementedError, match=f"mesh.{axis} .* in groups"):
         jax.eval_shape(loss, *arguments)
