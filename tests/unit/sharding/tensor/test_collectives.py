@@ -4,12 +4,17 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
+import zinf
 from tests.unit.sharding.tensor import merged
+from zinf.core.engine import programs
 from zinf.core.engine.initialize import make_planner
+from zinf.core.plan import Run
 from zinf.core.sharding.mesh import make_mesh
+from zinf.core.step import forward
 from zinf.core.topology import collectives_of, parse_topology
 from zinf.models import GPTConfig, init_and_loss
 
@@ -103,6 +108,34 @@ def test_no_value_is_gathered_where_heads_are_joined_with_examples():
     devices = jax.devices()[: 2 * PARTS]
     found = all_reduces(*merged_heads(width=32), x, width=32, devices=devices)
     assert found == {1: 3}
+
+
+def test_a_function_of_such_heads_gathers_none_either(monkeypatch):
+    made, planned = [], forward.plan_forward
+    monkeypatch.setattr(
+        programs,
+        "plan_forward",
+        lambda *a, **k: made.append(planned(*a, **k)) or made[-1],
+    )
+    loss, zeros = merged_heads(width=32)
+
+    def init():
+        return jax.tree.map(lambda x: jnp.full(x.shape, 0.1), zeros())
+
+    batch = {"x": np.random.default_rng(0).standard_normal((8, LENGTH, 32), np.float32)}
+    config = {"mesh": {"fsdp": 2, "tensor": PARTS}, "persistence_threshold": 1}
+    with zinf.initialize(loss, init, optax.sgd(1e-3), config, batch=batch) as engine:
+        found = engine.apply(lambda p, b: merged.layer(p, b["x"]), batch)
+    wanted = merged.layer(init(), batch["x"])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    (only,) = made
+    sent = [c for s in only.segments for c in s.forward_traffic()]
+    assert {c.kind for c in sent} == {"all-reduce"}
+    # The plan counts the sums after the two weights that are cut by rows.
+    runs = [i.exchange for i in only.plan.instructions if isinstance(i.operation, Run)]
+    assert sum(x.exposed_bytes + x.hidden_bytes for x in runs) == sum(
+        round(c.sent_bytes * c.times) for c in sent
+    )
 
 
 @pytest.mark.gpu_compiler

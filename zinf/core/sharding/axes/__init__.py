@@ -7,7 +7,11 @@ from zinf.core.jaxpr import Graph
 from zinf.core.jaxpr.compat import Var
 from zinf.core.sharding.axes.experts import expert_leaves, on_mesh
 from zinf.core.sharding.axes.sequence import along_sequence
-from zinf.core.sharding.axes.tensor import along_tensor, channel_leaves
+from zinf.core.sharding.axes.tensor import (
+    along_tensor,
+    channel_leaves,
+    forward_along_tensor,
+)
 from zinf.core.sharding.mesh import EXPERT, SEQ, TENSOR, Dim
 from zinf.core.sharding.rule import AxisRule
 
@@ -15,20 +19,29 @@ LeafDims = Mapping[str, Mapping[int, Dim]]
 """The dims of leaves that an axis cuts in every form of the leaf, by path."""
 
 
+Rewrite = Callable[[Callable, AxisRule], Callable]
+"""`(function, rule)`: a function of parameters and a batch as it is traced for a mesh.
+"""
+
+
+def _as_it_is(function: Callable, rule: AxisRule) -> Callable:
+    del rule
+    return function
+
+
 @dataclass(frozen=True)
 class Axis:
     """What an axis changes; `mesh.INNER_AXES` has the dims of values that it cuts.
 
     Attributes:
-        rewrite: `(function, rule)`: a function of parameters and a batch as it is
-            traced for the mesh.
-        rewrites_all: whether other functions than losses are rewritten too.
+        rewrite: of a loss.
+        rewrite_forward: of a function that only runs forward.
         divides: `(graph, leaves, rule)`: the dims of leaves that it cuts, from the
             training loss and the paths of its parameters.
     """
 
-    rewrite: Callable[[Callable, AxisRule], Callable] = lambda function, rule: function
-    rewrites_all: bool = False
+    rewrite: Rewrite = _as_it_is
+    rewrite_forward: Rewrite = _as_it_is
     divides: Callable[[Graph, Mapping[Var, str], AxisRule], LeafDims] = (
         lambda graph, leaves, rule: {}
     )
@@ -36,8 +49,8 @@ class Axis:
 
 # In the order in which they rewrite a function: the first is the innermost.
 AXES = {
-    EXPERT: Axis(on_mesh, rewrites_all=True, divides=expert_leaves),
-    TENSOR: Axis(along_tensor, divides=channel_leaves),
+    EXPERT: Axis(on_mesh, on_mesh, divides=expert_leaves),
+    TENSOR: Axis(along_tensor, forward_along_tensor, divides=channel_leaves),
     SEQ: Axis(along_sequence),
 }
 
@@ -45,8 +58,8 @@ AXES = {
 def rewritten(function: Callable, rule: AxisRule, *, is_loss: bool) -> Callable:
     """A function as all axes rewrite it for the mesh of a rule."""
     for axis in AXES.values():
-        if is_loss or axis.rewrites_all:
-            function = axis.rewrite(function, rule)
+        rewrite = axis.rewrite if is_loss else axis.rewrite_forward
+        function = rewrite(function, rule)
     return function
 
 

@@ -45,15 +45,29 @@ def along_tensor(loss: Callable, rule: AxisRule) -> Callable:
 
     It is traceable only. Without a `tensor` axis it is `loss` itself.
     """
+    return _along(loss, rule, lambda closed: without_groups(closed, TENSOR))
+
+
+def forward_along_tensor(function: Callable, rule: AxisRule) -> Callable:
+    """`along_tensor` of a function that has no gradients."""
+    return _along(function, rule, lambda closed: closed)
+
+
+def _along(function: Callable, rule: AxisRule, first: Callable) -> Callable:
+    """A function without merged dims.
+
+    Args:
+        first: what is done to its closed jaxpr before.
+    """
     if rule.size(Dim.CHANNELS) == 1:
-        return loss
+        return function
 
     def write(closed: Any, arguments: Sequence[Any]) -> Graph:
-        closed = without_groups(closed, TENSOR)
+        closed = first(closed)
         num_params = len(jax.tree.leaves(arguments[0]))
         return _unmerged(closed, num_params, rule) or as_graph(closed)
 
-    return rewriting(loss, write)
+    return rewriting(function, write)
 
 
 def _unmerged(closed: Any, num_params: int, rule: AxisRule) -> Graph | None:
