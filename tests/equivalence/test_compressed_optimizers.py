@@ -244,6 +244,31 @@ def test_plain_adam_goes_on_by_signs_and_the_log_says_what_is_absent(tmp_path, c
     assert "1 leaves begin at zero" in caplog.text
 
 
+def test_local_steps_decay_weights_of_no_variance_and_may_have_a_rate_of_zero():
+    """The first row of weights has no gradient; from step 9 on the rate is zero."""
+    rows, decay, width = random_rows()["x"][:, :16], 0.1, 16
+    rows[:, 0] = 0
+    settings = config("ZeroOneAdam", mesh={"fsdp": 2})
+    settings["optimizer"]["params"] = {
+        "weight_decay": decay,
+        "var_freeze_step": 4,
+        "var_update_scaler": 1,
+        "local_step_scaler": 2,
+        "local_step_clipper": 2,
+    }
+    rates = {"warmup_max_lr": 1e-4, "warmup_num_steps": 1, "total_num_steps": 8}
+    settings["scheduler"] = {"type": "WarmupDecayLR", "params": rates}
+    params = {"bias": jnp.ones(width), "w": jnp.ones((width, width))}
+    with zinf.initialize(square, params, None, settings) as engine:
+        taken = [engine.step({"x": rows})["learning_rate"] for _ in range(12)]
+        last = engine.params()["w"]
+        assert taken[-3:] == [0, 0, 0]
+        assert np.abs(engine.get("w", "mu")[1:]).min() > 0
+        assert not engine.get("w", "mu")[0].any()
+    np.testing.assert_allclose(last[0], np.prod(1 - decay * np.array(taken)), rtol=1e-6)
+    assert np.isfinite(last).all()
+
+
 @pytest.mark.slow
 def test_local_steps_of_0_1_adam_send_no_number_of_a_leaf():
     made = make_planner(square, wide, None, config("ZeroOneAdam")).plan_batch(batch())

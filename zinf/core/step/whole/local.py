@@ -164,10 +164,10 @@ class _StepHere:
         before = jnp.where(is_first, arrays[mu], arrays[momentum][0, 0])
         after = rule.b1 * before + (1 - rule.b1) * gradient
         direction = after / (jnp.sqrt(arrays[nu]) + rule.eps)
-        if rule.weight_decay:
-            direction = direction + rule.weight_decay * param
         # See [Note: zero variance].
         direction = jnp.where(arrays[nu] > 0, direction, 0)
+        if rule.weight_decay:
+            direction = direction + rule.weight_decay * param
         taken = arrays[steps][0, 0] - rate * direction
         return {momentum: after[None, None], steps: taken[None, None]}
 
@@ -184,14 +184,19 @@ class _StepHere:
         own = [x * root for x, root in zip(steps, roots, strict=True)]
         means, lost = averaged(count, own, errors)
         for i, leaf in enumerate(leaves):
-            mean = jnp.where(variances[i] > 0, means[i], 0)
+            # Weights of no variance only decay, alike on all devices.
+            is_varied = variances[i] > 0
+            step = jnp.where(is_varied, means[i] / roots[i], steps[i])
             spec = self._frame.problem.params[leaf.path]
-            master = arrays[spec.updated()] + mean / roots[i]
+            master = arrays[spec.updated()] + step
             copy = spec.copy()
             if copy is not None:
                 new[copy] = master.astype(spec.compute.dtype)
             new[spec.updated()] = master
-            new[self._moments(leaf)[0]] = -mean / rates[1]
+            mu, _ = self._moments(leaf)
+            # Steps at a rate of zero say nothing of a momentum.
+            momentum = jnp.where(is_varied, -means[i] / rates[1], 0)
+            new[mu] = jnp.where(rates[1] > 0, momentum, arrays[mu])
             new |= {_error(leaf.path, n): x for n, x in enumerate(lost[i])}
             zeros = jnp.zeros_like(arrays[_error(leaf.path, STEPS_SLOT)])
             new[_error(leaf.path, STEPS_SLOT)] = zeros
