@@ -145,6 +145,7 @@ def test_meshes_and_groups_that_cannot_be_are_refused(golden: Golden):
         partial(rule, mesh_of_processes(2, 4, 1, 1, 1), gathers_in_group=True),
         lambda: rule(divided(num_seq=2)),
         lambda: rule(divided(), gradient_encoding=Nibbles()),
+        lambda: rule(make_mesh(devices, num_replicas=8), gradient_encoding=Nibbles()),
         lambda: rule(
             divided(num_replicas=2), compression=Momenta("OneBitAdam", 0.9, 5)
         ),

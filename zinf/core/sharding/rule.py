@@ -197,9 +197,10 @@ def axis_rule(
             "to 1."
         )
     if not axes_of(mesh, Dim.ROWS):
-        encoding = gradient_encoding = None
+        encoding = None
     unused_compression = None
     if mesh.size == 1:
+        gradient_encoding = None
         compression, unused_compression = None, compression
     if compression is not None:
         _check_exchange(mesh, f"{compression.name} averages by signs")
