@@ -59,6 +59,13 @@ def narrow(params, batch):
     return x.astype(jnp.float32).sum()
 
 
+def printed(params, batch):
+    """With an equation that has no results."""
+    x = batch["x"] @ params["w"]
+    jax.debug.callback(lambda _: None, x)
+    return jnp.tanh(x).sum()
+
+
 def loop(params, batch):
     """What a loop makes is not looked into."""
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)[0]
@@ -66,7 +73,10 @@ def loop(params, batch):
 
 CASES: dict[str, Loss] = {
     f.__name__: f
-    for f in (dense, masked_mean, batch_norm, twice, by_row, mixed_positions, narrow)
+    for f in (
+        *(dense, masked_mean, batch_norm, twice, by_row, mixed_positions),
+        *(narrow, printed),
+    )
 }
 
 

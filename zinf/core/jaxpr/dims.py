@@ -81,6 +81,8 @@ def guessed_dim(equation: Equation, dims: Mapping[int, int]) -> int | None:
     try:
         return factor_of(equation, dims).result
     except NotByRow:
+        if not equation.outvars:
+            return None
         name, out = equation.primitive.name, equation.outvars[0].aval
         number, dim = next(iter(dims.items()))
         is_alike = equation.invars[number].aval.shape == getattr(out, "shape", None)

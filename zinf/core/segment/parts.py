@@ -135,8 +135,8 @@ class PartialSums:
         """The values that are computed in parts."""
         behind = {self.graph.outvars[n] for n in self.numbers}
         for equation in reversed(self.graph.equations):
-            out = equation.outvars[0]
-            if out in behind and out not in self.sums:
+            outvars = set(equation.outvars)
+            if outvars & behind and not outvars & self.sums.keys():
                 behind.update(v for v in variables(equation.invars) if v in linear)
         return behind
 
@@ -160,7 +160,7 @@ class PartialSums:
         for equation in self.graph.equations:
             reads = list(dict.fromkeys(variables(equation.invars)))
             jaxpr = build_jaxpr(reads, equation.outvars, [equation])
-            out = equation.outvars[0]
+            (out, *_) = *equation.outvars, None
             if out in self._behind:
                 parts[out] = cut(self._part(equation, values, parts, in_blocks))
             given = [values[v] for v in reads]
