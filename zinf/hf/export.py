@@ -208,7 +208,9 @@ def save_small_files(
     write_card(folder, card or card_of(model.name, adapter=False))
     module = model.module
     config = type(model.config).from_dict(model.config.to_dict())
-    config.dtype = dtype
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
     config.architectures = [type(module).__name__]
     if quantization is not None:
         config.quantization_config = dict(quantization)

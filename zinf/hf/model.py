@@ -113,7 +113,7 @@ def load(
     """
     name, folder, adapter = found_with_adapter(path_or_id, base)
     config, layers = read_config(folder), tuple(random_ltd_layers)
-    _refuse_classifier(name, config)
+    refuse_classifier(name, config)
     part = own_part(config, Model.auto_class)
     if type(part) in transformers.AutoModelForCausalLM._model_mapping:
         config = part
@@ -152,8 +152,12 @@ def found_with_adapter(
     return name, folder, adapter
 
 
-def _refuse_classifier(name: str, config: transformers.PretrainedConfig) -> None:
-    """Refuse files with a head of classes, without which a model says nothing."""
+def refuse_classifier(name: str, config: transformers.PretrainedConfig) -> None:
+    """Refuse files with a head of classes, without which a model says nothing.
+
+    Raises:
+        ValueError: see above.
+    """
     for kind in config.architectures or ():
         if kind.endswith("ForSequenceClassification"):
             raise ValueError(

@@ -28,7 +28,13 @@ from zinf.hf.model import Model, in_stored_precision, load_as_stored
 from zinf.hf.module import read_config
 from zinf.hf.prefill import Prefill, Row
 from zinf.hf.reader import AbstractReader, Limit, as_object, check_text, missing
-from zinf.hf.records import has_images, standard, tools_of, with_content
+from zinf.hf.records import (
+    has_images,
+    refuse_images,
+    standard,
+    tools_of,
+    with_content,
+)
 from zinf.hf.samples import Tokenizing, TooLong
 from zinf.hf.texts import text_ids
 
@@ -362,6 +368,7 @@ class Classifier(AbstractReader):
 
     def read(self, line: Any, where: str) -> Row | None:
         line, tokenizer = as_object(line, where, OF_CLASSES), self.model.tokenizer
+        refuse_images(line, where)
         if "messages" in line:
             messages = with_content(line["messages"], where)
             ids = laid_out(tokenizer, messages, tools=tools_of(line, where))

@@ -63,14 +63,14 @@ def _reads_parts_alone(template: str, begin: str | None, end: str | None) -> boo
 
     def is_shown(message: Mapping[str, Any]) -> bool:
         given = {"conversations": [[message]], "chat_template": template}
-        try:
-            with _bounded(""):
-                texts, _ = chat_template_utils.render_jinja_template(**given, **tokens)
-        except Exception:  # A template is a program, and raises what it likes.
-            return False
+        with _bounded(""):
+            texts, _ = chat_template_utils.render_jinja_template(**given, **tokens)
         return PROBE in texts[0]
 
-    return not is_shown(as_text) and is_shown(as_parts(as_text))
+    try:
+        return not is_shown(as_text) and is_shown(as_parts(as_text))
+    except Exception:  # A template is a program, and raises what it likes.
+        return False
 
 
 @contextmanager

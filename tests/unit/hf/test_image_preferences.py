@@ -157,6 +157,9 @@ def test_scores_of_images_are_those_of_the_classifier_of_transformers(tmp_path):
     assert off(scores, wanted.numpy()) < 2e-6
     losses = rated_losses(jax.numpy.asarray(wanted.numpy()), margins, 0.0)
     assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-6)
+    # Its embedding would be the head of a language model.
+    with pytest.raises(ValueError, match="is a classifier .*, and a language model is"):
+        hf.load_with_images(tmp_path)
 
 
 def preferences(folder):

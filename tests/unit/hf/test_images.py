@@ -46,6 +46,7 @@ from zinf import hf  # isort: skip
 from tokenizers.processors import TemplateProcessing  # isort: skip
 from zinf.hf.dataset import tokenized  # isort: skip
 from zinf.hf.engine import adapted_model  # isort: skip
+from zinf.hf.export import save_small_files  # isort: skip
 from zinf.hf.images.kind import bucket_of, sizes  # isort: skip
 from zinf.hf.images.samples import ImageSamples, ImageTokenizing  # isort: skip
 from zinf.hf.images.sources import in_parts, opened  # isort: skip
@@ -322,6 +323,16 @@ def test_a_frozen_tower_gets_no_adapters_and_named_modules_do(tmp_path):
     names = ["multi_modal_projector.linear_1"]
     named = adapted_model(whole, Adapter(r=2, target_modules=names), batch=batch)
     assert [*named.targets] == ["model.multi_modal_projector.linear_1.weight"]
+
+
+def test_config_json_says_the_dtype_of_text_and_images_too(tmp_path):
+    config_of("gemma3", dtype="float32").save_pretrained(tmp_path)
+    output = tmp_path / "tuned"
+    output.mkdir()
+    save_small_files(hf.load_with_images(tmp_path), output, "bfloat16")
+    found = json.loads((output / "config.json").read_text())
+    parts = (found, found["text_config"], found["vision_config"])
+    assert [part["dtype"] for part in parts] == ["bfloat16"] * 3
 
 
 def test_images_of_all_forms_are_read(tmp_path):

@@ -404,6 +404,9 @@ def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
         "a history of no pairs": sample(
             {"instruction": "w0", "output": "w1", "history": ["w2"]}
         ),
+        "an image to classify": lambda: ClassTokenizing(
+            tokenizer(), **SETTINGS, classes=("a", "b")
+        ).read({"text": "w0", "label": "a", "image": "x.png"}, "line 7"),
         "a long answer": pair(prompt="w0", chosen="w1", rejected="w2 " * 9),
     }
     golden.check("samples.txt", refusals(mistakes, tmp_path))

@@ -23,7 +23,13 @@ from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.images.kind import AbstractKind
 from zinf.hf.images.kinds import AUTO_CLASS, KINDS, kind_of
 from zinf.hf.images.placing import placing, replaced
-from zinf.hf.model import Batch, Model, Params, found_with_adapter
+from zinf.hf.model import (
+    Batch,
+    Model,
+    Params,
+    found_with_adapter,
+    refuse_classifier,
+)
 from zinf.hf.module import output_name, read_config
 
 PIXELS, FEATURES = "pixel_values", "features"
@@ -67,6 +73,7 @@ def load_with_images(
     """
     name, folder, adapter = found_with_adapter(path_or_id, base)
     config = read_config(folder)
+    refuse_classifier(name, config)
     kind = kind_of(config, name)
     if multimodal_attention or (adapter and adapter.own_settings.get(MULTIMODAL)):
         setattr(config, MULTIMODAL, True)

@@ -44,6 +44,7 @@ class ClassTokenizing(Tokenizing):
                 line.
         """
         del folder
+        self.check_kind(line, where)
         text, label = _fields(line, where)
         ids = self.tokenizer(text).input_ids
         is_long = len(ids) > self.sequence_length
