@@ -28,6 +28,7 @@ from zinf.core.rollouts.asking import Function
 from zinf.core.rollouts.calls import Reward
 from zinf.core.trainer import Trainer
 from zinf.data.configured import batch_size
+from zinf.hf.adapter import NEUTRAL
 from zinf.hf.card import run_of
 from zinf.hf.engine import ModelEngine
 from zinf.hf.export import export, export_adapter
@@ -44,6 +45,12 @@ from zinf.hf.task import Task
 from zinf.observe.record import METRICS, TRACE, RunRecord
 
 logger = logging.getLogger(__name__)
+# Attributes of PEFT's `LoraConfig` that change nothing of what is trained here.
+ABOUT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type"),
+    *("peft_version", "revision", "fan_in_fan_out", "megatron_core"),
+    *("qalora_group_size", "runtime_config", "task_type"),
+}
 # Arguments of TRL's configs that are not of a method: keys of the config, and what
 # TRL has by default.
 TRAINING: dict[str, tuple[str, Any]] = {
@@ -257,7 +264,11 @@ class AbstractRewardTrainer:
     ) -> None:
         args = self.ARGUMENTS() if args is None else args
         raw = args.raw(config)
-        name = model.name if isinstance(model, Model) else str(model)
+        name = str(model)
+        if isinstance(model, Model):
+            # Its name is that of the base of an adapter.
+            model.check_whole()
+            name = model.name
         put(raw, "model.huggingface", name)
         if peft_config is not None:
             raw["adapter"] = adapter_section(peft_config)
@@ -363,14 +374,26 @@ class AbstractRewardTrainer:
 
 
 def adapter_section(peft_config: Any) -> dict[str, Any]:
-    """The `adapter` section of what a `LoraConfig` of PEFT says, or a mapping."""
-    values = peft_config if isinstance(peft_config, Mapping) else vars(peft_config)
+    """The `adapter` section of what a `LoraConfig` of PEFT says, or a mapping.
+
+    What it says beside and would change what is trained stays: no config has such keys,
+    so they are refused by name.
+    """
+    is_mapping = isinstance(peft_config, Mapping)
+    values = peft_config if is_mapping else vars(peft_config)
+    if not is_mapping and values.get("target_modules") is None:
+        logger.warning(
+            "peft_config has no target_modules: all linear layers get adapters, and "
+            "not those that PEFT has for this architecture."
+        )
     found: dict[str, Any] = {}
-    for name in Adapter.model_fields:
-        value = values.get(name)
-        if value is None or value == []:
+    for name, value in values.items():
+        is_own = name in Adapter.model_fields
+        is_neutral = value is False or value in NEUTRAL.get(name, ())
+        if value is None or value in ([], {}, set()) or name in ABOUT:
             continue
-        found[name] = sorted(value) if isinstance(value, set) else value
+        if is_own or not is_neutral:
+            found[name] = sorted(value) if isinstance(value, set) else value
     return found
 
 

@@ -35,6 +35,7 @@ from zinf.core.rollouts.environment import UnreadableReply  # isort: skip
 from zinf.core.rollouts import Prompt, Samples  # isort: skip
 from zinf.hf.images.reader import ImageReader  # isort: skip
 from zinf.hf.judge import judges_among, load_judge  # isort: skip
+from zinf.hf.trainers import adapter_section  # isort: skip
 from zinf.hf.objectives.from_rewards import prompts_of  # isort: skip
 from zinf.hf.prefill import Prefill  # isort: skip
 from zinf.hf.reply import check_template, reply_tokens  # isort: skip
@@ -389,6 +390,16 @@ def test_a_text_that_a_reward_model_cannot_read_is_left_out(tmp_path):
         assert np.isnan(values[0]) and reason in failures[0]
 
 
+def test_what_peft_says_of_an_adapter_is_a_section_or_named(caplog):
+    neutral = {"r": 2, "bias": "none", "rank_pattern": {}, "task_type": "CAUSAL_LM"}
+    named = {"target_modules": {"v_proj", "q_proj"}, "ensure_weight_tying": False}
+    section = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    assert adapter_section(SimpleNamespace(**neutral, **named)) == section
+    assert not caplog.text
+    assert adapter_section(SimpleNamespace(**neutral)) == {"r": 2}
+    assert "no target_modules: all linear layers get adapters" in caplog.text
+
+
 def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
     folder = model_folder(tmp_path)
     (tmp_path / "rewards.py").write_text(REWARDS)
@@ -398,10 +409,13 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
     def correct(completions, anwser):
         return [1.0] * len(completions)
 
-    def make(*functions, data=None, peft=None, **named):
+    adapted = hf.load(folder)
+    adapted.adapter = SimpleNamespace(folder=tmp_path / "adapter")
+
+    def make(*functions, data=None, peft=None, model=folder, **named):
         given = list(functions) or [evens]
         hf.GRPOTrainer(
-            model=folder,
+            model=model,
             reward_funcs=given,
             args=hf.GRPOConfig(**{"max_completion_length": 6} | named),
             train_dataset=records() if data is None else data,
@@ -426,6 +440,8 @@ def test_mistakes_are_named_before_weights_are_read(tmp_path, golden):
         "a missing column": lambda: make(correct),
         "a teacher of short texts": lambda: make(teacher=str(short)),
         "a reference of other adapters": lambda: make(beta=0.1, peft=begun),
+        "a model with an adapter": lambda: make(model=adapted),
+        "adapters of some layers": lambda: make(peft={"layers_to_transform": [0]}),
         "a reward model of two labels": lambda: make(str(tmp_path / "classifier")),
         "a reward model without a template": lambda: make(tmp_path / "judge"),
         "a model of another kind": lambda: make(str(folder)),
