@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from zinf.core.interchange.folder import check_target
-from zinf.core.interchange.names import Terms, match
+from zinf.core.interchange.names import Terms, listed, match
 from zinf.core.interchange.safetensors_export import MAX_SHARD_BYTES, export_safetensors
 from zinf.core.interchange.tensors import AbstractTensors, boxes
 from zinf.core.memory.zarr_format import numpy_dtype
@@ -27,6 +27,8 @@ from zinf.hf.exported import ExportedWeights
 from zinf.hf.model import Model
 
 EXPERTS = "experts"
+# Keys of config.json that change nothing of what a model computes.
+ABOUT = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 
 
 def merge(
@@ -71,6 +73,13 @@ def merge(
             f"{first.name} (a {type(first.module).__name__}) has no routed experts "
             "that zinf knows. Merge all tensors (--only all)."
         )
+    for model in models[1:]:
+        others = _other_settings(first, model)
+        if others:
+            say(
+                f"{model.name} has other values of {listed(others)} in config.json; "
+                f"those of {first.name} are written"
+            )
     first.read_buffers()
     with ExitStack() as stack:
         sources = []
@@ -135,6 +144,13 @@ def check_merging(
                 "models. Write the merged model first (zinf checkpoint export --merge)."
             )
     return [x / sum(given) for x in given]
+
+
+def _other_settings(first: Model, model: Model) -> list[str]:
+    """Keys of the configuration of a model that differ from those of the first."""
+    one, two = first.config.to_dict(), model.config.to_dict()
+    keys = dict.fromkeys([*one, *two])
+    return [k for k in keys if k not in ABOUT and one.get(k) != two.get(k)]
 
 
 def _terms(model: Model) -> Terms:

@@ -12,6 +12,7 @@ from tests.unit.hf.models import (
     off,
     refusals,
     reloaded,
+    save,
     tokens,
     torch_logits,
 )
@@ -118,6 +119,17 @@ def test_experts_alone_are_merged_where_they_differ(tmp_path):
         n: x for n, x in found[0].items() if n != name
     }  # fmt: skip
     check(output, wanted, "float32")
+
+
+def test_other_settings_of_a_merged_model_are_said(tmp_path):
+    save(llama(), tmp_path / "first")
+    save(llama(hidden_act="gelu"), tmp_path / "second")
+    given, said = [hf.load(tmp_path / n) for n in ("first", "second")], []
+    hf.merge(given, tmp_path / "merged", say=said.append)
+    assert "second has other values of hidden_act in config.json; those" in said[0]
+    said.clear()
+    hf.merge([given[0], given[0]], tmp_path / "same", say=said.append)
+    assert not said
 
 
 def test_models_that_cannot_be_merged_are_refused_by_name(tmp_path, golden):
