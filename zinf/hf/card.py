@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from os.path import exists
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,12 +28,6 @@ FIGURES = {
 # Sections that say where things are on one machine, and change no number.
 OF_MACHINE = ("memory", "mesh", "rates", "compile_cache")
 KEPT_OF_RUN = ("steps", "seed", "weights")
-# Keys that name models and functions, which may be files of one machine.
-NAMED = (("model", "huggingface"),) + tuple(
-    (section, key)
-    for section in ("grpo", "ppo")
-    for key in ("rewards", "environment", "critic")
-)
 
 
 @dataclass(frozen=True)
@@ -137,17 +132,18 @@ def _settings(config: Config) -> dict[str, Any]:
         if isinstance(found.get("data", {}).get(key), list):
             found["data"][key] = [Path(x).name for x in found["data"][key]]
     found.get("data", {}).pop("cache", None)
-    for section, key in NAMED:
-        values = found.get(section) or {}
-        if isinstance(values.get(key), list):
-            values[key] = [_without_folder(x) for x in values[key]]
-        elif key in values:
-            values[key] = _without_folder(values[key])
-    return found
+    return _without_folders(found)
 
 
-def _without_folder(name: str) -> str:
-    """A file, a function in one or a folder without where it is; other names whole."""
-    file, _, _ = name.partition(".py:")
-    places = (Path(name), Path(f"{file}.py"))
-    return PurePath(name).name if any(x.exists() for x in places) else name
+def _without_folders(value: Any) -> Any:
+    """A value of JSON; files, functions in them and folders without where they are."""
+    if isinstance(value, dict):
+        return {key: _without_folders(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(x) for x in value]
+    if not isinstance(value, str):
+        return value
+    path, (file, _, _) = PurePath(value), value.partition(".py:")
+    # Of any text: of one that can be no path, `exists` says that it is none.
+    is_here = path.is_absolute() or exists(value) or exists(f"{file}.py")
+    return path.name if is_here else value

@@ -34,6 +34,7 @@ from zinf.core.program import Tier  # isort: skip
 from zinf.core.rollouts.environment import UnreadableReply  # isort: skip
 from zinf.core.rollouts import Prompt, Samples  # isort: skip
 from zinf.hf.images.reader import ImageReader  # isort: skip
+from zinf.hf.card import card_of, run_of  # isort: skip
 from zinf.hf.judge import judges_among, load_judge  # isort: skip
 from zinf.hf.trainers import adapter_section  # isort: skip
 from zinf.hf.objectives.from_rewards import prompts_of  # isort: skip
@@ -388,6 +389,23 @@ def test_a_text_that_a_reward_model_cannot_read_is_left_out(tmp_path):
         samples = Samples([prompt], [answer], [[1]], {})
         values, failures = own.scores(samples)
         assert np.isnan(values[0]) and reason in failures[0]
+
+
+def test_a_card_names_no_folder_of_this_machine(tmp_path):
+    raw = {
+        "model": {"huggingface": str(tmp_path / "model")},
+        "data": {"objective": "grpo", "paths": [str(tmp_path / "p.jsonl")]},
+        "train_batch_size": 8,
+        "grpo": {"teacher": str(tmp_path / "teacher"), "rewards": ["org/judge"]},
+        "adapter": {"begin_from": str(tmp_path / "begun"), "target_modules": "q" * 999},
+        "zero_optimization": {
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "drive")}
+        },
+    }
+    run = run_of(Config.load(raw), tmp_path / "metrics.jsonl")
+    card = card_of("org/model", adapter=True, run=run)
+    assert str(tmp_path) not in card
+    assert "teacher: teacher" in card and "org/judge" in card and "q" * 999 in card
 
 
 def test_what_peft_says_of_an_adapter_is_a_section_or_named(caplog):
