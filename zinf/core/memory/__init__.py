@@ -7,7 +7,7 @@ from zinf.core.memory.host.aligned import aligned_empty
 from zinf.core.memory.host.store import HostStore
 from zinf.core.memory.ledger import BudgetExceeded, Ledger
 from zinf.core.memory.nvme import NvmeStore
-from zinf.core.memory.residents import Residents
+from zinf.core.memory.residents import Residents, as_rows_rest
 from zinf.core.memory.shares import (
     all_gathered,
     gathered,
@@ -34,6 +34,7 @@ __all__ = [
     "Stores",
     "aligned_empty",
     "all_gathered",
+    "as_rows_rest",
     "close_when_dropped",
     "device_alias",
     "gathered",

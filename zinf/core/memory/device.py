@@ -109,6 +109,10 @@ class DeviceStore(AbstractStore):
     def contains(self, array: ArrayId) -> bool:
         return array in self._arrays or array.whole in self._arrays
 
+    def keeps_whole_of(self, array: ArrayId) -> bool:
+        """Whether an array is some rows of one that is kept."""
+        return array not in self._arrays and array.whole in self._arrays
+
     def close(self) -> None:
         for array in list(self._arrays):
             self.free(array)

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
+from typing import Any
 
 import jax
 import numpy as np
 
-from zinf.core.memory.device import donatable
+from zinf.core.memory.device import DeviceStore, donatable
 from zinf.core.memory.shares import (
     gathered,
     in_device_form,
@@ -198,6 +199,7 @@ class Residents:
             layout = self.layouts.of(wanted)
             content = in_device_form(to_devices([share], [layout])[0], layout)
             content = donatable(content)
+            content = as_rows_rest(self.stores.device, wanted, content, self.layouts)
         return self.stores[tier].write(wanted, content)
 
     def _parts(
@@ -225,6 +227,26 @@ class Residents:
             low, high = max(start, piece.rows[0]), min(stop, piece.rows[1])
             if low < high:
                 yield piece, piece.piece((low, high))
+
+
+def as_rows_rest(
+    device: DeviceStore, array: ArrayId, content: Any, layouts: Layouts
+) -> Any:
+    """The content of an array, in the form of the whole if that is kept on the devices.
+
+    Only if groups hold the array ([Note: parts of all groups]): its two forms then have
+    their columns in another order. The whole is brought to its device form.
+    """
+    if array.rows is None or not device.keeps_whole_of(array):
+        return content
+    layout, whole = layouts.of(array), array.whole
+    if layout.num_groups == 1:
+        return content
+    kept = device.read(whole).result()
+    formed = in_device_form(kept, layouts.of(whole))
+    if formed is not kept:
+        device.write(whole, formed).result()
+    return in_device_form(content, layout)
 
 
 def _finish(begun: Collection[Future[None]]) -> None:

@@ -14,7 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.core.memory import Stores, has_host_memory, in_device_form
+from zinf.core.memory import (
+    Stores,
+    as_rows_rest,
+    has_host_memory,
+    in_device_form,
+)
 from zinf.core.optim.decision import Decision, Pending
 from zinf.core.plan import (
     Accumulate,
@@ -303,6 +308,9 @@ class _StepRun:
         return gathered
 
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
+        if tier == Tier.DEVICE:
+            device, layouts = self.stores.device, self.work.layouts
+            content = as_rows_rest(device, array, content, layouts)
         self.stores[tier].write(array, content).result()
 
     def write_computed(
