@@ -1,5 +1,7 @@
 """Gradients of the kernels of convolutions in groups, on devices with the same rows."""
 
+from functools import partial
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zinf.core.sharding import axis_rule
 from zinf.core.sharding.axes import rewritten
+from zinf.core.sharding.axes.convolution import without_uneven_groups
 from zinf.core.sharding.mesh import make_mesh
 
 ROWS, CHANNELS = 4, 6
@@ -103,3 +106,21 @@ def test_other_convolutions_in_groups_are_refused(axis, function):
     loss = rewritten(loss_of(function), RULES[axis], is_loss=True)
     with pytest.raises(NotImplementedError, match=f"mesh.{axis} .* in groups"):
         jax.eval_shape(loss, *arguments)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_kernels_are_right_where_a_loss_leaves_fewer_rows_than_devices(rows):
+    """Means over groups of eight examples, one on each device."""
+    mesh = make_mesh(jax.devices()[:8])
+    rule = axis_rule(mesh, stage=0, min_bytes=0)
+
+    def loss(p, batch):
+        x = batch["x"].reshape(rows, -1, *LINE[1:]).mean(1)
+        return jnp.mean(line(p["w"], x) ** 2)
+
+    normal = partial(RANDOM.standard_normal, dtype=np.float32)
+    params, batch = {"w": normal((CHANNELS, 1, 4))}, {"x": normal((8, *LINE[1:]))}
+    expected = jax.grad(loss)(params, batch)
+    by_rows = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("fsdp")))
+    found = jax.jit(jax.grad(without_uneven_groups(loss, rule)))(params, by_rows)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)

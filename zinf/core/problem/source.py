@@ -57,6 +57,8 @@ class Source:
     Attributes:
         whole_experts: number of experts, choices of a token, and tokens of each layer
             whose tokens choose about all experts, if that was asked when it was traced.
+        had_groups: whether it was traced again for its convolutions in groups
+            (`sharding.axes.convolution`).
     """
 
     graph: Graph
@@ -64,6 +66,7 @@ class Source:
     batch: Mapping[Var, str]
     structure: Any
     whole_experts: tuple[tuple[int, int, int], ...] = ()
+    had_groups: bool = False
 
 
 def trace_loss(

@@ -42,6 +42,7 @@ from zinf.core.sharding import (
     persistent_layouts,
 )
 from zinf.core.sharding.axes import divided_dims
+from zinf.core.sharding.axes.convolution import has_groups, without_uneven_groups
 from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.arrays import array_specs
 from zinf.core.step.attention import AttentionRows
@@ -87,7 +88,7 @@ class StepRequest:
     def frame(self, setup: "Setup") -> Frame:
         """The frame of a step of one executable: all that it computes."""
         return Frame(
-            setup.problem,
+            setup.without_groups if self.source.had_groups else setup.problem,
             setup.separated,
             self.batch,
             setup.key,
@@ -174,16 +175,23 @@ class Setup:
         self, batch: Any, max_bytes: int | None = None
     ) -> tuple[Source, LossWeight | None]:
         """`traced` for any number of examples, which devices need not divide."""
+        rest = {"key": self.key, "max_remat_bytes": max_bytes or 1 << 62}
+
+        def trace(problem: Problem) -> Source:
+            given = problem.loss, problem.abstract_arguments(), batch
+            return trace_loss(*given, has_aux=True, **rest)
+
         with tracing_on_demand(self.may_read_on_demand) as whole:
-            source = trace_loss(
-                self.problem.loss,
-                self.problem.abstract_arguments(),
-                batch,
-                key=self.key,
-                has_aux=True,
-                max_remat_bytes=max_bytes or 1 << 62,
-            )
+            source = trace(self.problem)
+        if self.rule.mesh.size > 1 and has_groups(source.graph.equations):
+            source = replace(trace(self.without_groups), had_groups=True)
         return split_weight(replace(source, whole_experts=tuple(whole)))
+
+    @cached_property
+    def without_groups(self) -> Problem:
+        """The problem, of a loss that has convolutions in groups on several devices."""
+        loss = without_uneven_groups(self.problem.loss, self.rule)
+        return replace(self.problem, loss=loss)
 
     @property
     def may_read_on_demand(self) -> bool:

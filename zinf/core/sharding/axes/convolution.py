@@ -5,19 +5,22 @@ adds it up over all devices. Devices along `tensor` have the same examples, and 
 devices along `seq` where positions are not cut: if others have other examples, the
 gradient is too large by the number of devices along the axis (jaxlib 0.10.2). Mamba has
 such convolutions. A sum of shifted products has the right gradient, and sends no more.
+On other meshes devices have the same examples where they cannot divide rows evenly.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zinf.core.jaxpr import Emitter
+from zinf.core.jaxpr import Emitter, written
 from zinf.core.jaxpr.compat import Atom, Equation, open_jaxpr, with_inner
-from zinf.core.jaxpr.rewrite import rewritten_program
+from zinf.core.jaxpr.rewrite import rewriting, rewritten_program
 from zinf.core.jaxpr.walk import CALLS, REMAT, inner, programs
+from zinf.core.sharding.mesh import Dim
+from zinf.core.sharding.rule import AxisRule
 
 OPENED = REMAT | {"scan"}
 
@@ -32,15 +35,32 @@ def without_groups(closed: Any, axis: str) -> Any:
         NotImplementedError: a convolution in groups is transposed (inputs are dilated),
             or in a program that is not written again.
     """
-    if not _has_groups(open_jaxpr(closed)[0].eqns):
+    if not has_groups(open_jaxpr(closed)[0].eqns):
         return closed
-    return rewritten_program(_Sums(axis), closed)[0]
+    return rewritten_program(_Writer(_as_sum, axis), closed)[0]
 
 
-def _has_groups(equations: Iterable[Equation]) -> bool:
+def without_uneven_groups(loss: Callable, rule: AxisRule) -> Callable:
+    """A loss without convolutions in groups whose rows devices cannot divide evenly.
+
+    A loss may leave fewer rows than devices, such as means over pairs of examples. XLA
+    then divides rows among some devices and copies them to the others, which have the
+    same examples too. Transposed convolutions stay, and those in programs that are not
+    written again.
+    """
+
+    def write(writer: Emitter, equation: Equation) -> list[Atom] | None:
+        numbers, (image, _) = equation.params["dimension_numbers"], equation.invars
+        is_even = image.aval.shape[numbers.lhs_spec[0]] % rule.size(Dim.BATCH) == 0
+        return None if is_even else _as_sum(writer, equation)
+
+    return rewriting(loss, lambda closed, _: written(_Writer(write), closed))
+
+
+def has_groups(equations: Iterable[Equation]) -> bool:
     """Whether a program has convolutions in groups, also in programs inside it."""
     return any(
-        _is_grouped(e) or any(_has_groups(open_jaxpr(p)[0].eqns) for p in _inside(e))
+        _is_grouped(e) or any(has_groups(open_jaxpr(p)[0].eqns) for p in _inside(e))
         for e in equations
     )
 
@@ -57,22 +77,34 @@ def _is_grouped(equation: Equation) -> bool:
     )
 
 
-class _Sums(Emitter):
-    """Writes a program again; see `without_groups`."""
+class _Writer(Emitter):
+    """Writes a program again, with something else for convolutions in groups.
 
-    def __init__(self, axis: str):
+    Attributes:
+        write: `(self, equation) -> results` writes that; None: there is nothing else.
+        axis: of the mesh that cannot have such convolutions, for a message; empty: they
+            stay as they are.
+    """
+
+    def __init__(
+        self, write: Callable[[Emitter, Equation], list[Atom] | None], axis: str = ""
+    ) -> None:
         super().__init__()
-        self.axis = axis
+        self.write, self.axis = write, axis
 
     def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
-        name, params = equation.primitive.name, equation.params
-        if name in OPENED and _has_groups([equation]):
+        name = equation.primitive.name
+        if name in OPENED and has_groups([equation]):
             (inside,) = inner(equation)
-            body, _ = rewritten_program(_Sums(self.axis), inside.program)
-            equation = with_inner(equation, body) or equation
-        elif _is_grouped(equation) and not any(n > 1 for n in params["lhs_dilation"]):
-            return self.apply(lambda x, w: _summed(x, w, params), *arguments)
-        if name not in CALLS and _has_groups([equation]):
+            writer = _Writer(self.write, self.axis)
+            body, _ = rewritten_program(writer, inside.program)
+            opened = with_inner(equation, body) or equation
+            return super().emit(opened, arguments)
+        if _is_grouped(equation):
+            results = self.write(self, equation.replace(invars=arguments))
+            if results is not None:
+                return results
+        if self.axis and name not in CALLS and has_groups([equation]):
             raise NotImplementedError(
                 f"mesh.{self.axis} does not work yet with a transposed convolution in "
                 "groups, or with one in a function with a derivative of its own: XLA "
@@ -80,6 +112,14 @@ class _Sums(Emitter):
                 "examples. Use mesh.fsdp for these devices."
             )
         return super().emit(equation, arguments)
+
+
+def _as_sum(writer: Emitter, equation: Equation) -> list[Atom] | None:
+    """Writes a convolution as a sum, unless its inputs are dilated."""
+    params = equation.params
+    if any(n > 1 for n in params["lhs_dilation"]):
+        return None
+    return writer.apply(lambda x, w: _summed(x, w, params), *equation.invars)
 
 
 def _summed(image: Any, kernel: Any, params: Mapping[str, Any]) -> Any:
