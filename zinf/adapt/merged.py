@@ -32,6 +32,11 @@ class MergedTensors(AbstractTensors):
         self, adapted: Adapted, source: Engine | Saved | AbstractTensors
     ) -> None:
         self._layout, self._inner = adapted.layout, parameters(source)
+        targets, kept = adapted.layout.targets, self._inner.specs
+        # A checkpoint may have weights decoded that are kept in few bits now.
+        decoded = [path for path in targets if f"{BASE}/{path}" in kept]
+        plain = {path: replace(targets[path], encoding=None) for path in decoded}
+        self._targets = {**targets, **plain}
         # A merged weight has the dtype that the base is kept in.
         self.specs = {p: self._spec(p) for p in adapted.layout.specs}
         state = (p for p in self._inner.specs if p.startswith("model_state/"))
@@ -39,14 +44,14 @@ class MergedTensors(AbstractTensors):
         self.specs |= {p: self._inner.specs[p] for p in self._state}
 
     def block(self, name: str) -> tuple[int, ...]:
-        target = self._layout.targets.get(name)
+        target = self._targets.get(name)
         if target is None:
             return self._inner.block(self._path(name))
         sizes = tuple(max(1, size) for size in target.shape)
         return (1, *sizes[1:]) if 0 in target.lead else sizes
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        target = self._layout.targets.get(name)
+        target = self._targets.get(name)
         if target is None:
             return self._inner.read(self._path(name), box)
         names = (WEIGHT,) if target.encoding is None else target.encoding.names
@@ -82,7 +87,7 @@ class MergedTensors(AbstractTensors):
         return f"{ADAPTER if name in self._layout.saved else BASE}/{name}"
 
     def _spec(self, name: str) -> ArraySpec:
-        target = self._layout.targets.get(name)
+        target = self._targets.get(name)
         if target is None:
             folder = ADAPTER if name in self._layout.saved else BASE
             return self._inner.specs[f"{folder}/{name}"]

@@ -85,6 +85,7 @@ def read_arrays(
     *,
     take_scalars: Callable[[dict[str, Any]], None] | None = None,
     empty: Callable[[dict[str, Any]], Collection[Role]] = lambda scalars: (),
+    apart: Callable[[Saved], Collection[ArrayId]] = lambda saved: (),
     settle: Settle | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -103,6 +104,9 @@ def read_arrays(
         empty: called with the scalars; the roles of arrays in which the run that saved
             them had nothing. They stay as they are here, and may be absent there or
             here.
+        apart: called with the checkpoint; arrays that it holds in another form than
+            here, and those here. They stay as they are here. It may raise to refuse the
+            checkpoint.
         settle: called last, for each leaf of which exchanges lose something there or
             here alone; None: such a checkpoint is refused.
         verify: compare every chunk that is read with its checksum.
@@ -118,10 +122,10 @@ def read_arrays(
     with Saved(directory) as saved:
         others = other_errors(saved, residents) if settle is not None else []
         joined = {a for one in others for a in (*one.there, *one.here)}
-        nothing = empty(saved.scalars)
+        nothing, kept = empty(saved.scalars), joined.union(apart(saved))
 
         def is_read(array: ArrayId) -> bool:
-            return array not in joined and array.role not in nothing
+            return array not in kept and array.role not in nothing
 
         there, here = (
             {a: spec for a, spec in specs.items() if is_read(a)}

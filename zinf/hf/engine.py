@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -17,6 +17,7 @@ from zinf.adapt.adapted import ADAPTER, BASE
 from zinf.adapt.files import WEIGHTS as ADAPTER_FILE
 from zinf.adapt.peft import Naming
 from zinf.adapt.state import FirstState
+from zinf.checkpoint.saved import Saved
 from zinf.core.config import Config
 from zinf.core.config.adapter import Adapter
 from zinf.core.engine.engine import Engine
@@ -27,12 +28,14 @@ from zinf.core.interchange.names import listed
 from zinf.core.interchange.place import fill
 from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.machine.devices import on_devices
+from zinf.core.program import ArrayId
 from zinf.core.sharding import rows_of_process
 from zinf.core.step.planner import Planner
 from zinf.core.topology import Topology
 from zinf.distributed import AbstractGroup
 from zinf.hf.adapter import SavedAdapter, naming_of
 from zinf.hf.comparison import check_class
+from zinf.hf.decoded import decoded_arrays
 from zinf.hf.decoder import AbstractBeside, decoder_of
 from zinf.hf.model import Model
 from zinf.inference import Decoder
@@ -102,6 +105,12 @@ class ModelEngine(Engine):
 
     def _token_scores(self, temperature: float) -> Callable:
         return self.applied(tempered(self._model.token_log_probabilities, temperature))
+
+    def _in_other_forms(self, saved: Saved) -> Collection[ArrayId]:
+        if self._adapted is None:
+            return ()
+        residents = self._runners.residents
+        return decoded_arrays(saved, residents, self._model, self._adapted)
 
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts.

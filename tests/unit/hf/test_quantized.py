@@ -36,7 +36,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # isort: sk
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.checkpoint import Saved  # isort: skip
 from zinf.checkpoint.grid import whole_box  # isort: skip
+from zinf.adapt import MergedTensors  # isort: skip
 from zinf.adapt.blocks import Encoding  # isort: skip
 from zinf.adapt.forms import OF_BITS  # isort: skip
 from zinf.hf.quantized import plain, refusal  # isort: skip
@@ -867,3 +869,60 @@ def test_adapters_train_over_a_model_in_few_bits(change, section, is_kept, tmp_p
             assert np.array_equal(engine.get(f"base/{name}"), wanted.numpy())
         losses = [engine.step(batch)["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "section", "bf16"),
+    [(llama, to_nvfp4, NVFP4, False), (gpt_oss, to_mxfp4, MXFP4, True)],
+    ids=["nvfp4, float32", "mxfp4, bfloat16"],
+)
+def test_a_checkpoint_whose_base_is_decoded_is_restored_over_a_packed_one(
+    config, change, section, bf16, tmp_path, monkeypatch
+):
+    """As zinf saved them before it kept published weights in few bits."""
+    stored(config(), tmp_path / "model", change, section)
+    batch, tx = {"input_ids": tokens()}, optax.adam(1e-2)
+    settings = on_tier("host", tmp_path) | {"adapter": {"r": 2}}
+    settings["bf16"] = {"enabled": bf16}
+    old, new = tmp_path / "old", tmp_path / "new"
+
+    def engine_of():
+        return hf.initialize(hf.load(tmp_path / "model"), tx, settings, batch=batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf.Model, "encodings", {})
+        with engine_of() as engine:
+            engine.step(batch)
+            engine.save(old)
+            wanted = engine.step(batch)["loss"]
+    with engine_of() as engine:
+        paths = [a.path for a in engine.residents.specs if a.role == Role.PARAM]
+        codes = {path: engine.get(path) for path in paths if path.endswith("/codes")}
+        engine.restore(old)
+        assert codes
+        for path, value in codes.items():
+            np.testing.assert_array_equal(engine.get(path), value)
+        engine.save(new)
+        found = engine.step(batch)["loss"]
+        assert found == pytest.approx(wanted, rel=1e-3 if bf16 else 1e-6)
+        change_files(tmp_path / "model", other_codes, None)
+        path = next(path for path in paths if path.endswith("lora_B"))
+        trained = engine.get(path)
+        with pytest.raises(ValueError, match="not what the files of .* decode to"):
+            engine.restore(old)
+        np.testing.assert_array_equal(engine.get(path), trained)
+        with Saved(old) as one, Saved(new) as two:
+            before, after = (MergedTensors(engine.adapted, x) for x in (one, two))
+            for name, spec in before.specs.items():
+                box = whole_box(spec.shape)
+                values = (np.float32(x.read(name, box)) for x in (before, after))
+                # A base in bfloat16 is rounded once more where it is merged.
+                rounding = {"rtol": 2**-7, "atol": 2**-9} if bf16 else {"rtol": 0}
+                np.testing.assert_allclose(*values, **rounding, err_msg=name)
+
+
+def other_codes(tensors):
+    """Change a bit of each code of a weight."""
+    for name, value in tensors.items():
+        if value.dtype == torch.uint8 and name.endswith(("blocks", "down_proj.weight")):
+            tensors[name] = value ^ 1

@@ -1,7 +1,7 @@
 """The engine: connects a planner, its plans and the stores into training steps."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
@@ -14,7 +14,7 @@ from weakref import WeakSet, finalize
 import jax
 import numpy as np
 
-from zinf.checkpoint import Place, as_place, read_arrays, write_arrays
+from zinf.checkpoint import Place, Saved, as_place, read_arrays, write_arrays
 from zinf.core.engine.forward_only import ForwardOnly
 from zinf.core.engine.metrics import step_metrics
 from zinf.core.engine.named import (
@@ -47,7 +47,7 @@ from zinf.core.engine.verbs import Verbs
 from zinf.core.memory import Residents, Stores, close_when_dropped
 from zinf.core.optim.decision import MIXED
 from zinf.core.plan import Plan
-from zinf.core.program import Role
+from zinf.core.program import ArrayId, Role
 from zinf.core.step.batch import (
     check_values,
 )
@@ -503,9 +503,21 @@ class Engine(ForwardOnly, Verbs):
 
         residents = self._runners.residents
         settle = partial(settle_errors, self.planner, residents, self._scalars)
-        options = {"take_scalars": take, "settle": settle, "verify": verify}
-        read_arrays(directory, residents, empty=roles_without_content, **options)
+        read_arrays(
+            directory,
+            residents,
+            take_scalars=take,
+            empty=roles_without_content,
+            apart=self._in_other_forms,
+            settle=settle,
+            verify=verify,
+        )
         self._condition.mend()
+
+    def _in_other_forms(self, saved: Saved) -> Collection[ArrayId]:
+        """See `apart` of `read_arrays`."""
+        del saved
+        return ()
 
     def _all_scalars(self) -> dict[str, Any]:
         return {**self._scalars.to_json(), "rng": key_to_json(self.rng)}
