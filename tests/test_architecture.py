@@ -80,6 +80,8 @@ LATE: dict[str, tuple[str, ...]] = {
     ),
     "zinf.cli.data": ("zinf.cli", "zinf.data", "zinf.core.memory"),
     "zinf.cli.inference": ("zinf.cli",),
+    "zinf.cli.planning": ("zinf.cli",),
+    "zinf.cli.training": ("zinf.cli", "zinf.core.config"),
     "zinf.cli.compress": ("zinf.cli",),
     "zinf.cli.report": ("zinf.core.memory",),
     "zinf.data.extract": ("pyarrow",),

@@ -1,34 +1,29 @@
 """The command line: `zinf train`, `plan`, `report`, `plot`, `checkpoint` and more."""
 
-import json
 import logging
 import platform
-from collections.abc import Mapping
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from zinf.cli.arguments import (
-    AllowChanged,
+    ConfigFile,
+    IgnoreUnsupported,
     Overrides,
     ShowTraceback,
-    WeightBits,
-    WholeModel,
+    settings,
 )
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.compress import merge, prune, quantize
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import embed, evaluate, generate, score
-from zinf.cli.options import FINETUNE, GRPO, PPO, with_options
+from zinf.cli.planning import plan
+from zinf.cli.training import finetune, grpo, ppo, train
 from zinf.cli.trl import FamiliarCommand
-from zinf.core.process.uncollected import uncollected
 from zinf.core.text.complaint import ShownFormatter, tell
-from zinf.distributed.options import Place, with_place
-from zinf.ray.options import OnCluster, with_cluster
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
 # help and errors in arguments are fast: importing jax alone takes half a second. The
@@ -49,47 +44,10 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
-app.command()(generate)
-app.command()(evaluate)
-app.command()(score)
-app.command()(embed)
-app.command()(quantize)
-app.command()(prune)
-app.command()(merge)
-
-ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
-TunedModel = Annotated[Path, typer.Option(help="Folder for the tuned model.")]
-Prompts = Annotated[
-    list[Path],
-    typer.Option(
-        help="JSON lines or parquet of prompt (a text or messages); other fields go to "
-        "the rewards; repeatable."
-    ),
-]
-_REWARD = typer.Option(
-    help="FILE.py:FUNCTION of (prompts, completions, **columns), which returns a "
-    "number or None for each completion; or a reward model, as a folder or a name; "
-    "repeatable."
-)
-RewardNames = Annotated[list[str], _REWARD]
-MaybeRewards = Annotated[list[str] | None, _REWARD]
-PromptEpochs = Annotated[float, typer.Option(help="How often each prompt is used.")]
-Merge = Annotated[
-    bool,
-    typer.Option(
-        "--merge/--no-merge",
-        help="Write the model with its adapters added to OUTPUT, and the adapters to "
-        "OUTPUT.adapter; else the adapters alone to OUTPUT.",
-    ),
-]
-IgnoreUnsupported = Annotated[
-    bool,
-    typer.Option(
-        "--ignore-unsupported",
-        help="Leave out keys that are not supported, with a line each.",
-    ),
-]
-IGNORE = "ignore_unsupported=true"
+for command in (generate, evaluate, score, embed, quantize, prune, merge, train):
+    app.command()(command)
+for command in (finetune, grpo, ppo):
+    app.command(cls=FamiliarCommand)(command)
 
 
 def show_version(is_asked: bool) -> None:
@@ -117,210 +75,6 @@ def command_line(
         logging.lastResort.setFormatter(ShownFormatter())
     # Orbax logs a traceback of every error that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-
-@app.command()
-@with_place
-@with_cluster
-def train(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    ignore_unsupported: IgnoreUnsupported = False,
-    steps: Annotated[
-        int | None, typer.Option(help="Optimizer steps, in place of run.steps.")
-    ] = None,
-    metrics: Annotated[
-        Path | None, typer.Option(help="File of metrics, in place of run.metrics.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="File for a trace of the first steps, not in run.output."),
-    ] = None,
-    trace_steps: Annotated[
-        int, typer.Option(min=1, help="Steps that the trace has.")
-    ] = 3,
-    allow_changed: AllowChanged = None,
-    traceback: ShowTraceback = False,
-    *,
-    place: Place,
-    cluster: OnCluster,
-) -> None:
-    """Train the model of a config file.
-
-    The exit code is 3 if another process ended the run.
-    """
-    from zinf.cli.placed import run_placed
-    from zinf.cli.train import train_config
-    from zinf.core.config.load import raw_config
-
-    given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
-    if steps is not None:
-        given.append(f"run.steps={steps}")
-    if metrics is not None:
-        given.append(f"run.metrics={json.dumps(str(metrics))}")
-    run = partial(
-        train_config,
-        config.absolute() if cluster.ray else config,
-        trace=trace,
-        trace_steps=trace_steps,
-        allow_changed=allow_changed or (),
-    )
-    with clean_errors(traceback):
-        raw = raw_config(config) if cluster.ray else {}
-    where = {"place": place, "cluster": cluster, "traceback": traceback}
-    run_placed(run, raw, given, **where)
-
-
-@app.command(cls=FamiliarCommand)
-@with_place
-@with_cluster
-@with_options(FINETUNE)
-def finetune(
-    model: WholeModel,
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            help="JSON lines or parquet of text, prompt and completion, messages, "
-            "conversations (ShareGPT) or instruction and output (Alpaca); repeatable."
-        ),
-    ],
-    output: TunedModel,
-    epochs: Annotated[float, typer.Option(help="How often each sample is used.")] = 1.0,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
-    merge: Merge = True,
-    allow_changed: AllowChanged = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
-    *,
-    place: Place,
-    cluster: OnCluster,
-    **options: Any,
-) -> None:
-    """Fine-tune a model of transformers, and write it in the form and dtype it came in.
-
-    The config, checkpoints and metrics of the run are in the folder OUTPUT.run. All
-    parameters are trained, with masters in float32 and computing in bfloat16; with
-    --lora, small adapters beside the frozen parameters.
-    """
-    from zinf.cli.finetune import model_config
-
-    with clean_errors(traceback):
-        raw = model_config(model, data=data, samples=samples, **options)
-    run = {"output": output, "merges": merge, "epochs": epochs}
-    run |= {"allow_changed": allow_changed or ()}
-    where = {"place": place, "cluster": cluster, "traceback": traceback}
-    _tune(raw, run, overrides, where)
-
-
-@app.command(cls=FamiliarCommand)
-@with_place
-@with_cluster
-@with_options(GRPO)
-def grpo(
-    model: WholeModel,
-    data: Prompts,
-    output: TunedModel,
-    reward: MaybeRewards = None,
-    epochs: PromptEpochs = 1.0,
-    samples: Annotated[
-        int | None,
-        typer.Option(min=1, help="Completions of a step; those of a prompt if absent."),
-    ] = None,
-    merge: Merge = True,
-    allow_changed: AllowChanged = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
-    *,
-    place: Place,
-    cluster: OnCluster,
-    **options: Any,
-) -> None:
-    """Train a model of transformers on what it writes itself, by rewards.
-
-    For each prompt it draws several completions, and those that are rewarded more than
-    the others become likelier (GRPO, or RLOO). Options have the names of TRL. Metrics,
-    completions and checkpoints of the run are in the folder OUTPUT.run.
-    """
-    given = {"data": data, "rewards": reward or (), "samples": samples, **options}
-    run = {"output": output, "merges": merge, "epochs": epochs}
-    run |= {"allow_changed": allow_changed or ()}
-    where = {"place": place, "cluster": cluster, "traceback": traceback}
-    _tune_by_rewards(model, "grpo", given, run, overrides, where)
-
-
-@app.command(cls=FamiliarCommand)
-@with_place
-@with_cluster
-@with_options(PPO)
-def ppo(
-    model: WholeModel,
-    data: Prompts,
-    reward: RewardNames,
-    output: TunedModel,
-    epochs: PromptEpochs = 1.0,
-    samples: Annotated[int, typer.Option(min=1, help="Completions of a step.")] = 8,
-    merge: Merge = True,
-    allow_changed: AllowChanged = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
-    *,
-    place: Place,
-    cluster: OnCluster,
-    **options: Any,
-) -> None:
-    """Train a model of transformers on what it writes itself, by rewards and a critic.
-
-    The critic foretells the reward at each token, and what is rewarded more than it
-    foretold becomes likelier (PPO). Both are trained, beside the model as it was and
-    the reward models, within one budget. Options have the names of TRL. Metrics,
-    completions and checkpoints of the run are in the folder OUTPUT.run.
-    """
-    given = {"data": data, "rewards": reward, "samples": samples, **options}
-    run = {"output": output, "merges": merge, "epochs": epochs}
-    run |= {"allow_changed": allow_changed or ()}
-    where = {"place": place, "cluster": cluster, "traceback": traceback}
-    _tune_by_rewards(model, "ppo", given, run, overrides, where)
-
-
-def _tune_by_rewards(
-    model: str,
-    objective: str,
-    given: Mapping[str, Any],
-    run: Mapping[str, Any],
-    overrides: list[str] | None,
-    where: Mapping[str, Any],
-) -> None:
-    """`zinf grpo` and `zinf ppo`.
-
-    Args:
-        given: arguments of `of_rewards`.
-        run, where: see `_tune`.
-    """
-    from zinf.cli.finetune import of_rewards
-
-    with clean_errors(where["traceback"]):
-        raw = of_rewards(model, objective, **given)
-    _tune(raw, run, overrides, where)
-
-
-def _tune(
-    raw: dict[str, Any],
-    run: Mapping[str, Any],
-    overrides: list[str] | None,
-    where: Mapping[str, Any],
-) -> None:
-    """Train the model of a config that a command has made.
-
-    Args:
-        run, where: arguments of `finetune_model` and of `run_placed`.
-    """
-    from zinf.cli.finetune import finetune_model, run_folder
-    from zinf.cli.placed import run_placed
-
-    tune = partial(finetune_model, raw, **run)
-    folder = {"output": str(run_folder(run["output"]))}
-    raw = raw | {"run": folder | raw["run"]}
-    run_placed(tune, raw, overrides or (), **where)
 
 
 @app.command()
@@ -381,165 +135,7 @@ def draw_run(
         tell(f"The run is drawn in {path}.")
 
 
-@app.command()
-@uncollected()
-def plan(
-    configs: Annotated[
-        list[Path] | None, typer.Argument(help="YAML or JSON files.")
-    ] = None,
-    overrides: Overrides = None,
-    ignore_unsupported: IgnoreUnsupported = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="Print every instruction of the plan.")
-    ] = False,
-    topology: Annotated[
-        str | None,
-        typer.Option(help="Compile for this machine, such as v5p:8x8x8 or h200:8."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan to train this model of transformers: a folder, a config.json or "
-            "a name on the Hugging Face hub. No weights are needed."
-        ),
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples of a step, with --model; 1 if absent, with --rl 8."
-        ),
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of a sample, with --model; if absent, 1024, or what the model "
-            "was made for if that is less.",
-        ),
-    ] = None,
-    longest: Annotated[
-        bool,
-        typer.Option(
-            "--longest",
-            help="Search the longest sequence whose step fits, and plan that.",
-        ),
-    ] = False,
-    generates: Annotated[
-        bool,
-        typer.Option(
-            "--generate",
-            help="Plan generation in place of training: tokens/s by batch size.",
-        ),
-    ] = False,
-    from_rewards: Annotated[
-        bool,
-        typer.Option(
-            "--rl",
-            help="Plan a run from rewards (grpo, ppo): generation, scores and steps, "
-            "with the reference and the reward models.",
-        ),
-    ] = False,
-    prompt_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of a prompt, with --generate and --rl; if absent, 512, or as "
-            "many as the model has room for.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of a completion, with --generate and --rl; if absent, 200, or "
-            "half of what the model was made for if that is less.",
-        ),
-    ] = None,
-    batch_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Sequences at once, such as 1,8,64, with --generate; doubled while "
-            "that gains, if absent."
-        ),
-    ] = None,
-    weight_bits: WeightBits = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Draw the plan of one config as an HTML page.")
-    ] = None,
-    traceback: ShowTraceback = False,
-) -> None:
-    """Print the plan of each config and whether it fits, without training.
-
-    With --topology, plan for another machine and compile with its real compiler: print
-    the bytes of a device and a host, collectives, and the predicted time of a step.
-
-    With --longest, plan for sequences of many lengths, and print the longest that fits.
-
-    With --generate, plan to run the model: where weights and caches rest, whether
-    generation is fused or streamed and why, and the predicted time of prompts and
-    tokens for batches of several sizes. --set rates=measured times this machine first.
-
-    With --rl, plan a config of zinf grpo or ppo, or GRPO of a --model (PPO by --set
-    data.objective=ppo): what each model holds on each tier, and the predicted time of a
-    rollout, its scores and its steps.
-
-    The exit code is 1 if a plan does not fit and 2 if there is another error.
-    """
-    from zinf.cli.finetune import model_config
-    from zinf.cli.forecast import Asked, batch_sizes_of, plan_generation
-    from zinf.cli.foresight import REWARDED, plan_rewards, rewards_config
-    from zinf.cli.generate import in_bits
-    from zinf.cli.longest import plan_longest
-    from zinf.cli.plan import plan_config
-
-    if from_rewards and (longest or generates or every or html is not None):
-        raise typer.BadParameter(
-            "--rl prints bytes and times of a run. Leave --longest, --generate, --all "
-            "and --html out."
-        )
-    if longest and (generates or every or html is not None):
-        raise typer.BadParameter(
-            "--longest searches a length for training, and prints the summary of its "
-            "plan. Leave --generate, --all and --html out."
-        )
-    configs = configs or []
-    if not configs and model is None:
-        raise typer.BadParameter("Name at least one config file, or a --model.")
-    if html is not None and len(configs) + (model is not None) > 1:
-        raise typer.BadParameter("--html draws one plan; name one config.")
-    given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
-    if generates:
-        with clean_errors(traceback):
-            sizes = batch_sizes_of(batch_sizes)
-        asked = Asked(prompt_length, max_new_tokens, sizes)
-        given = [*in_bits(weight_bits), *given]
-        where = {"topology": topology, "traceback": traceback}
-        codes = [plan_generation(config, given, asked, **where) for config in configs]
-        if model is not None:
-            raw = {"model": {"huggingface": model}}
-            codes.append(plan_generation(model, given, asked, **where, raw=raw))
-        raise typer.Exit(max(codes))
-    if weight_bits is not None:
-        raise typer.BadParameter("--weight-bits is of --generate.")
-    if from_rewards:
-        common = given, Asked(prompt_length, max_new_tokens, ()), topology, traceback
-        codes = [plan_rewards(config, *common) for config in configs]
-        if model is not None:
-            raw = rewards_config(model, given, samples or REWARDED)
-            codes.append(plan_rewards(model, *common, raw))
-        raise typer.Exit(max(codes))
-    problems: list[tuple[Path | str, dict[str, Any] | None]] = []
-    problems += [(config, None) for config in configs]
-    if model is not None:
-        raw = model_config(model, samples=samples or 1, sequence_length=sequence_length)
-        problems.append((model, raw))
-    if longest:
-        where = {"topology": topology, "traceback": traceback}
-        codes = [plan_longest(name, given, **where, raw=raw) for name, raw in problems]
-        raise typer.Exit(max(codes))
-    rest = given, every, topology, html, traceback
-    codes = [plan_config(name, *rest, raw) for name, raw in problems]
-    raise typer.Exit(max(codes))
+app.command()(plan)
 
 
 @app.command()
@@ -589,8 +185,7 @@ def check(
     from zinf.core.config import report
 
     with clean_errors(traceback):
-        given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
-        found = report(config, given)
+        found = report(config, settings(overrides, ignore_unsupported))
         print_report(found)
         if not found.is_valid:
             raise typer.Exit(USER_ERROR)

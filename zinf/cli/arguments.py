@@ -64,3 +64,16 @@ ModelFolder = Annotated[
     Path,
     typer.Option(help="Folder for the model; it appears only when it is complete."),
 ]
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
+IgnoreUnsupported = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-unsupported",
+        help="Leave out keys that are not supported, with a line each.",
+    ),
+]
+
+
+def settings(overrides: list[str] | None, ignore_unsupported: bool) -> list[str]:
+    """Keys with values, as of `--set`."""
+    return [*(overrides or ()), *["ignore_unsupported=true"] * ignore_unsupported]

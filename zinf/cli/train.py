@@ -93,13 +93,7 @@ def train_held(
     if not config.run.resume:
         task.check_files()
     if group.count > 1:
-        if config.distillation is not None:
-            raise NotImplementedError(
-                "distillation is supported in one process, and this run has "
-                f"{group.count}. Start one, or leave the teacher out with --set "
-                "distillation=null."
-            )
-        group.agree(_alike(config))
+        _check_alike(config, group)
     say = _say if group.is_first else say_nothing
     content: dict[str, Any] = {}
     changes: list[dict[str, Any]] = []
@@ -110,9 +104,8 @@ def train_held(
     if group.is_first:
         content = decides(config)
         changes, changed = check_resumed(config, content, allow_changed, say)
-    evaluates = config.run.evaluate_every is not None
     evaluation_data = None
-    if evaluates:
+    if config.run.evaluate_every is not None:
         evaluation_data = task.dataset(
             "validation", group, **share, say=lambda text: say(f"evaluation {text}")
         )
@@ -139,50 +132,23 @@ def train_held(
                 after_step = checkpoints.latest_step() or 0
                 if changed:
                     changes.append({"after_step": after_step, "changed": changed})
-                record = RunRecord.of(
-                    config,
-                    engine.plan,
-                    title=title(Path(path.name), config),
-                    num_tokens=num_tokens(config),
-                    devices=devices(mesh),
-                    has_measured_rates=engine.planner.has_measured_rates,
-                    begun=datetime.now().astimezone().isoformat(" ", "minutes"),
-                    after_step=after_step,
-                    decides=content,
-                    changes=changes,
-                    metrics=metrics,
-                    trace=drawn,
-                )
-                record.save(output)
+                of_run = {"after_step": after_step, "decides": content}
+                of_run |= {"changes": changes, "metrics": metrics, "trace": drawn}
+                _record(config, mesh, path, engine, of_run).save(output)
+            given = engine, evaluation_data
+            measures = task.measures(*given, weights=config.run.weights)
+            every = config.run.evaluate_every
             trainer = Trainer(
                 engine,
                 data,
-                steps=config.run.steps,
                 evaluation_data=evaluation_data,
-                evaluate_every=config.run.evaluate_every,
-                evaluate_batches=config.run.evaluate_batches,
-                weights=config.run.weights,
-                keep_best=config.run.keep_best,
-                patience=config.run.patience,
                 checkpoints=checkpoints,
-                checkpoint_every=config.run.checkpoint_every,
                 metrics=metrics,
-                tensorboard=config.tensorboard_folder,
-                csv=config.csv_folder,
                 trace=drawn,
                 trace_steps=trace_steps,
-                log_every=config.log_every,
-                learning_rate=learning_rate(config),
                 describe=task.describe,
-                hooks=[
-                    *hooks,
-                    *(
-                        Hook(measure, config.run.evaluate_every, at_end=True)
-                        for measure in task.measures(
-                            engine, evaluation_data, weights=config.run.weights
-                        )
-                    ),
-                ],
+                hooks=[*hooks, *(Hook(m, every, at_end=True) for m in measures)],
+                **_of_trainer(config),
             )
             try:
                 trainer.run()
@@ -203,6 +169,40 @@ def train_held(
         picture = shlex.join(["zinf", "plot", str(trace)])
         say(f"{trace} opens in https://ui.perfetto.dev; draw it with {picture}")
     say(f"Draw the run as a page: {shlex.join(['zinf', 'report', str(output)])}")
+
+
+def _record(
+    config: Config, mesh: Mesh, path: Path, engine: Engine, of_run: dict[str, Any]
+) -> RunRecord:
+    """The record of a run that begins now; `of_run` as of `RunRecord.of`."""
+    return RunRecord.of(
+        config,
+        engine.plan,
+        title=title(Path(path.name), config),
+        num_tokens=num_tokens(config),
+        devices=devices(mesh),
+        has_measured_rates=engine.planner.has_measured_rates,
+        begun=datetime.now().astimezone().isoformat(" ", "minutes"),
+        **of_run,
+    )
+
+
+def _of_trainer(config: Config) -> dict[str, Any]:
+    """The arguments of `Trainer` that a config gives."""
+    run = config.run
+    return {
+        "steps": run.steps,
+        "evaluate_every": run.evaluate_every,
+        "evaluate_batches": run.evaluate_batches,
+        "weights": run.weights,
+        "keep_best": run.keep_best,
+        "patience": run.patience,
+        "checkpoint_every": run.checkpoint_every,
+        "tensorboard": config.tensorboard_folder,
+        "csv": config.csv_folder,
+        "log_every": config.log_every,
+        "learning_rate": learning_rate(config),
+    }
 
 
 def _opened(
@@ -230,11 +230,17 @@ def _opened(
     return opened.enter_context(closing(engine)), at_work.taught(data)
 
 
-def _alike(config: Config) -> dict[str, Any]:
-    """The keys that must be equal on all processes: all but the folders of a host."""
+def _check_alike(config: Config, group: AbstractGroup) -> None:
+    """Keys must be equal on all processes, but for the folders of a host."""
+    if config.distillation is not None:
+        raise NotImplementedError(
+            "distillation is supported in one process, and this run has "
+            f"{group.count}. Start one, or leave the teacher out with --set "
+            "distillation=null."
+        )
     keys = flat(config.model_dump(mode="json"))
     own = ("nvme", "nvme_path")
-    return {key: keys[key] for key in keys if key.rpartition(".")[2] not in own}
+    group.agree({k: keys[k] for k in keys if k.rpartition(".")[2] not in own})
 
 
 def _set_aside(output: Path, checkpoints: Place, metrics: Path, trace: Path) -> None:
