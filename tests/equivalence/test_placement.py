@@ -34,10 +34,10 @@ FAST = [
     (PYTREE, "bf16 clipping", ("cpu", "nvme")),
     (PYTREE, FP16_SUM, ON_HOST),
     (LINEN, "accumulation", ON_NVME),
-    (LONG, "plain", ON_HOST),
     (LONG, "plain", ON_NVME),
 ]
 CASES = FAST + [
+    (LONG, "plain", ON_HOST),
     (PYTREE, "accumulation", ("none", "cpu")),
     (PYTREE, "clipping", ("none", "nvme")),
     (PYTREE, "accumulation and clipping", ON_NVME),

@@ -32,7 +32,9 @@ CASES = {case.name: case for case in cases()}
 CPU = Device("cpu", "cpu", 1)
 
 
-def results(case: Case, implementation: str, dtype: Any = None) -> dict[str, Any]:
+def results(
+    case: Case, implementation: str, dtype: Any = None, *, has_gradients: bool = True
+) -> dict[str, Any]:
     """The result and the gradients by name."""
     arrays = case.make()
     if dtype is not None:
@@ -47,7 +49,12 @@ def results(case: Case, implementation: str, dtype: Any = None) -> dict[str, Any
 
     @jax.jit
     def run(floats: Any, arrays: Any, direction: jax.Array) -> dict[str, Any]:
-        out, vjp = jax.vjp(lambda x: attention(**x, **arrays, **options), floats)
+        def call(floats: Any) -> jax.Array:
+            return attention(**floats, **arrays, **options)
+
+        if not has_gradients:
+            return {"result": call(floats)}
+        out, vjp = jax.vjp(call, floats)
         return {"result": out} | vjp(direction)[0]
 
     found = run(floats, arrays, direction)
@@ -80,8 +87,8 @@ def assert_near(case: Case, implementations: Sequence[str]) -> None:
     """
     rounding = float(jnp.finfo(case.dtype).eps)
     largest_value = float(jnp.abs(case.make()["v"]).max())
-    exact, plain = exact_results(case), results(case, "reference")["result"]
-    off = largest_difference(plain, exact["result"])
+    exact, plain = exact_results(case), results(case, "reference", has_gradients=False)
+    off = largest_difference(plain["result"], exact["result"])
     for implementation in implementations:
         found = results(case, implementation)
         for name, x in exact.items():
@@ -101,7 +108,7 @@ def test_results_and_gradients_are_those_of_the_formula(name):
     assert_near(CASES[name], ["blocks", "xla"])
 
 
-@pytest.mark.parametrize("seed", marks.drawn(range(10**6), 3))
+@pytest.mark.parametrize("seed", marks.drawn(range(10**6), 2))
 def test_attentions_drawn_at_random_are_those_of_the_formula(seed):
     assert_near(drawn(seed), ["blocks"])
 

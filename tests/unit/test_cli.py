@@ -71,6 +71,14 @@ def file(config: dict[str, Any], tmp_path: Path) -> Path:
     return write(tmp_path / "small.yaml", config)
 
 
+@pytest.fixture
+def fused(config: dict[str, Any], tmp_path: Path) -> Path:
+    """The same on the device alone, for what does not depend on where arrays rest."""
+    for key in ("segment", "zero_optimization", "memory", "persistence_threshold"):
+        del config[key]
+    return write(tmp_path / "fused.yaml", config | {"execution": "fused"})
+
+
 def metrics_in(path: Path, key: str = "step") -> list[Any]:
     return [json.loads(line)[key] for line in path.read_text().splitlines()]
 
@@ -113,13 +121,13 @@ OTHERS = {
 
 
 def test_a_resumed_run_is_the_same_run_unless_changes_are_allowed(
-    file: Path, tmp_path: Path
+    fused: Path, tmp_path: Path
 ) -> None:
     out, text = tmp_path / "out", tmp_path / "text.txt"
-    zinf("train", file, "--steps", 1)
+    zinf("train", fused, "--steps", 1)
     (tmp_path / "other.txt").write_bytes(text.read_bytes()[::-1])
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    again = ("train", file, "--steps", 2, *settings("run.resume=true"))
+    again = ("train", fused, "--steps", 2, *settings("run.resume=true"))
     for key, said in OTHERS.items():
         given = settings(key.format(other=tmp_path / "other.txt"))
         refused = zinf(*again, *given, code=2)
@@ -153,7 +161,7 @@ with locked({Path(sys.argv[1]): lock_of_folder(Path(sys.argv[1]))}, change="wait
 
 
 def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
-    file: Path, tmp_path: Path
+    fused: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     with subprocess.Popen(
@@ -162,14 +170,14 @@ def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
         stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        for command in (("train", file), ("checkpoint", "import", tmp_path, file)):
+        for command in (("train", fused), ("checkpoint", "import", tmp_path, fused)):
             refused = zinf(*command, code=2)
             host = socket.gethostname()
             assert f"in use by process {other.pid} on host {host} (" in refused.stderr
             assert [path.name for path in out.iterdir()] == ["run.lock"]
         other.kill()
     # A lock of a killed process holds nothing; afterwards there is none.
-    zinf("train", file, "--steps", 1)
+    zinf("train", fused, "--steps", 1)
     assert not [*out.rglob("*.lock")]
 
 
@@ -294,13 +302,11 @@ def test_a_checkpoint_of_a_run_is_evaluated_as_in_training(
         assert "config of a run" in shown.output
 
 
-def test_a_run_goes_by_the_average_of_its_weights(
-    config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_goes_by_the_average_of_its_weights(fused: Path, tmp_path: Path) -> None:
+    config, output = yaml.safe_load(fused.read_text()), tmp_path / "out"
     config["optimizer"]["ema"] = 0.5
     config["run"] |= {"evaluate_every": 3, "evaluate_batches": 2, "weights": "ema"}
-    file, output = tmp_path / "run.yaml", tmp_path / "out"
-    file.write_text(yaml.safe_dump(config))
+    file = write(fused, config)
     zinf("train", file)
     last = (output / "metrics.jsonl").read_text().splitlines()[-1]
     wanted = json.loads(last)["evaluation_loss"]

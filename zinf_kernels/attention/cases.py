@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MAX_DRAWN_SCORES = 2**22
+MAX_DRAWN_SCORES = 2**21
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def test_arrays_move_between_placements_bit_for_bit(there, open_residents, saved
 def test_arrays_of_several_blocks_stay_within_two_blocks_of_the_host(
     tier, open_residents, saved
 ):
-    """80 MiB in 8 rows are 8 blocks of 10 MiB: two blocks of 16 MiB hold three."""
-    large = np.arange(8 * 5 * MIB // 2, dtype=np.float32).reshape(8, -1)
+    """50 MiB in 5 rows are 5 blocks of 10 MiB: two blocks of 16 MiB hold three."""
+    large = np.arange(5 * 5 * MIB // 2, dtype=np.float32).reshape(5, -1)
     residents = open_residents([tier], {EMBED: large})
     tiers = (Tier.HOST, Tier.DEVICE)
     ledgers = {held: residents.stores[held].ledger for held in tiers}

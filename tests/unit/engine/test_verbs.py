@@ -30,7 +30,6 @@ def config_of(name: str, folder: Any) -> dict[str, Any]:
             "execution": "fused",
             "gradient_accumulation_steps": 2,
         },
-        "streamed, two microbatches": streamed("cpu", gradient_accumulation_steps=2),
         "host, clipped": streamed("cpu", **clipped),
         "bf16, two microbatches": streamed(
             "cpu", bf16={"enabled": True}, gradient_accumulation_steps=2
@@ -50,11 +49,9 @@ def other_loss(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
 NAMES = (
     "fused",
     "fused, two microbatches",
-    "streamed, two microbatches",
     "host, clipped",
     "bf16, two microbatches",
     "nvme, clipped",
-    "nvme",
     "mesh",
 )
 

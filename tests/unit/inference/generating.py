@@ -24,6 +24,7 @@ LLAMA = {
     "tied_embeddings": False,
     "use_bias": False,
 }
+MIXTURE = {"num_experts": 8, "experts_per_token": 2}
 DRAWN = {
     "temperature": 0.9,
     "top_k": 60,

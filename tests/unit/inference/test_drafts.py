@@ -69,7 +69,6 @@ def num_sweeps(is_right, count):
     ("name", "count", "how"),
     [
         ("streaming", 1, {}),
-        ("streaming", 1, DRAWN),
         ("streaming", 8, {}),
         ("streaming", 8, DRAWN),
         ("fused", 8, DRAWN),
@@ -109,14 +108,13 @@ def test_drafts_change_no_token(name, count, how, request):
 
 
 @pytest.mark.parametrize("name", ["streaming", "fused"])
-@pytest.mark.parametrize("share", [0.5, 0.9])
-def test_weights_are_read_once_for_the_guesses_that_are_right(share, name, request):
+def test_weights_are_read_once_for_the_guesses_that_are_right(name, request):
     """And nothing is compiled for other drafts of as many tokens."""
     engine = request.getfixturevalue(name)
     prompts, rest = PROMPTS[:1], {"max_new_tokens": 40}
     texts = engine.generate(prompts, **rest)
     engine.generate(prompts, drafts=drafts_of(prompts, texts), **rest)
-    flags = RNG.random(40) < share
+    flags = RNG.random(40) < 0.7
     is_right = lambda number, place: flags[place]  # noqa: E731
     drafts = drafts_of(prompts, texts, is_right)
     with counting_sweeps() as found, counting_compilations() as compiled:

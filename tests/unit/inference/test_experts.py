@@ -50,12 +50,6 @@ def settings(tier, folder, experts):
 
 
 @pytest.fixture(scope="module")
-def fused():
-    with make_engine({}, **MIXTURE) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def streaming():
     """An engine that streams what rests on the device."""
     with make_engine(streamed("none", segment={}), **MIXTURE) as engine:
@@ -101,15 +95,12 @@ def bytes_of(moved, link, numbers=None):
     return sum(moved[i][link] for i in numbers or range(len(moved)))
 
 
-def test_a_token_reads_few_experts_and_the_text_is_that_of_all(
-    fused, streaming, whole, few
-):
+def test_a_token_reads_few_experts_and_the_text_is_that_of_all(streaming, whole, few):
     tokens, scores, moved = texts(few)
     chosen = programs(few).decode.segmented.program.chosen
     assert [each.num_slots for each in chosen] == [K, K]
     all_tokens, all_scores, all_moved = texts(whole)
-    assert tokens == all_tokens == texts(fused)[0]
-    assert scores == all_scores == texts(streaming)[1]
+    assert (tokens, scores) == (all_tokens, all_scores) == texts(streaming)[:2]
     # Texts join and leave in passes of some microbatches.
     prompts, rest = [*PROMPTS, np.arange(7, 9)], {"max_new_tokens": 9, "rows": 1}
     ends = {"on_token": lambda number, token: number == 0, "batch_size": 2}

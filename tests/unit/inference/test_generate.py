@@ -16,6 +16,7 @@ from tests.unit.inference.generating import (
     DRAWN,
     KEYS,
     LLAMA,
+    MIXTURE,
     PROMPTS,
     RNG,
     SHAPE,
@@ -107,11 +108,17 @@ def test_a_cache_is_overwritten_where_it_rests(streaming):
 ONE_END = {"eos_token_ids": (5,), "temperature": 1.3}
 
 
-@pytest.mark.parametrize("count", [1, 32])
 @pytest.mark.parametrize(
-    "how", [{}, ONE_END, DRAWN, {"temperature": 0.7, "rows": 3, "batch_size": 5}]
+    ("count", "how"),
+    [
+        (1, DRAWN),
+        (32, {}),
+        (32, ONE_END),
+        (32, DRAWN),
+        (32, {"temperature": 0.7, "rows": 3, "batch_size": 5}),
+    ],
 )
-def test_fused_tokens_are_those_of_streamed_programs(how, count, engine, streaming):
+def test_fused_tokens_are_those_of_streamed_programs(count, how, engine, streaming):
     """Drawn with the same keys, ended by a token or by the caller, on and on."""
     prompts, keys = (8 * PROMPTS)[:count], jax.random.split(jax.random.key(2), 32)
     ended = []
@@ -132,7 +139,7 @@ def test_fused_tokens_are_those_of_streamed_programs(how, count, engine, streami
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [LLAMA, {"scan_layers": True}])
+@pytest.mark.parametrize("shape", [LLAMA, {"scan_layers": True}, MIXTURE])
 def test_fused_tokens_of_other_models_are_those_of_the_model(shape):
     with make_engine({}, **shape) as engine:
         found = engine.generate(PROMPTS, max_new_tokens=6)

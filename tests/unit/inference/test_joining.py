@@ -189,7 +189,7 @@ def test_parts_are_smaller_where_the_device_has_less_room(streaming):
         assert tight.stores.peak_bytes(device) <= budget
 
 
-@pytest.mark.parametrize(("count", "rows", "blocks"), [(8, 4, 1), (8, 2, 2)])
+@pytest.mark.parametrize(("count", "rows", "blocks"), [(3, 4, 1), (3, 2, 2)])
 def test_a_prompt_of_several_texts_is_read_once(count, rows, blocks, streaming):
     """Three prompts, each with as many completions, each with its own key."""
     prompts = [p for p in PROMPTS[:3] for _ in range(count)]

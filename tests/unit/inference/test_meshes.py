@@ -7,6 +7,7 @@ from tests.tiers import streamed
 from tests.unit.inference.generating import (
     DRAWN,
     KEYS,
+    MIXTURE,
     PROMPTS,
     make_engine,
     programs,
@@ -15,9 +16,8 @@ from tests.unit.inference.generating import (
 from zinf.inference import Scores, prompt_lookup
 
 slow = pytest.mark.slow
-MIXTURE = {"num_experts": 8, "experts_per_token": 2}
 CASES = (
-    pytest.param({"fsdp": 2}, "none", {}),
+    pytest.param({"fsdp": 2}, "none", {}, marks=slow),
     pytest.param({"fsdp": 2, "tensor": 2}, "nvme", {}),
     pytest.param({"fsdp": 1, "tensor": 2}, "cpu", {}, marks=slow),
     pytest.param({"fsdp": 2}, "cpu", MIXTURE, marks=slow),

@@ -82,7 +82,12 @@ def trained(*arguments, **options):
 
 
 @pytest.mark.parametrize(
-    ("base", "tiers"), [(None, ("none", "cpu", "nvme")), ("int8", ("cpu",))]
+    ("base", "tiers"),
+    [
+        (None, ("cpu", "nvme")),
+        pytest.param(None, ("none",), marks=pytest.mark.slow),
+        ("int8", ("cpu",)),
+    ],
 )
 def test_frozen_experts_are_read_by_choice_to_the_same_bits(base, tiers, tmp_path):
     how = {"quantize_base": base, "quantize_block": DIM} if base else {}
