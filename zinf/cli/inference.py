@@ -1,7 +1,7 @@
 """Declares `zinf generate`, `evaluate`, `score` and `embed`."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -142,37 +142,15 @@ def generate(
         "prompt_lookup_num_tokens": prompt_lookup_num_tokens,
     }
     with joined(place, traceback) as group:
-        config = budgets(overrides or (), nvme, weight_bits)
+        how = given, budgets(overrides or (), nvme, weight_bits)
+        rest: dict[str, Any] = {"base": base, "max_new_tokens": max_new_tokens}
+        rest |= {"seed": seed, "chat": chat, "drafting": drafting, "group": group}
         if prompt is not None:
-            print_completion(
-                model,
-                {"prompt": prompt},
-                given,
-                config,
-                base=base,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                chat=chat,
-                images=image or (),
-                drafting=drafting,
-                group=group,
-            )
+            rest["images"] = image or ()
+            print_completion(model, {"prompt": prompt}, *how, **rest)
         elif prompts is not None and output is not None:
-            write_completions(
-                model,
-                prompts,
-                output,
-                given,
-                config,
-                base=base,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                chat=chat,
-                batch_size=batch_size,
-                allow_changed=allow_changed or (),
-                drafting=drafting,
-                group=group,
-            )
+            rest |= {"batch_size": batch_size, "allow_changed": allow_changed or ()}
+            write_completions(model, prompts, output, *how, **rest)
 
 
 def evaluate(
