@@ -5,6 +5,12 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
+# Weights of an earlier upload, which readers would take in place of the new ones: one
+# file before several, and adapters before a whole model.
+REPLACED = (
+    *("model*.safetensors", "model*.safetensors.index.json"),
+    *("adapter_model*.safetensors", "adapter_config.json"),
+)
 LOGIN = "Log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -43,7 +49,7 @@ def push(folder: Path, name: str, *, private: bool) -> str:
     """Upload all files of a folder as one commit; returns its address.
 
     The repository is made if it is absent. Large files that are there already are not
-    sent again.
+    sent again. Other weights there, of an earlier upload, leave its newest state.
 
     Args:
         private: whether a new repository is.
@@ -58,6 +64,7 @@ def push(folder: Path, name: str, *, private: bool) -> str:
             folder_path=folder,
             repo_id=found.repo_id,
             commit_message="Upload by zinf",
+            delete_patterns=[*REPLACED],
         )
     except (HfHubHTTPError, HTTPError) as error:
         raise OSError(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,9 +185,16 @@ class FakeHub:
         assert exist_ok
         return SimpleNamespace(repo_id=f"somebody/{name.rpartition('/')[2]}")
 
-    def upload_folder(self, *, folder_path, repo_id, commit_message):
+    def upload_folder(self, *, folder_path, repo_id, commit_message, delete_patterns):
         names = {path.name for path in Path(folder_path).iterdir()}
-        self.asked.append(("upload", repo_id, names))
+        # Weights in one file, in several, and adapters, beside what is no zinf's.
+        there = [
+            *("model.safetensors", "model-00001-of-00002.safetensors", "LICENSE"),
+            *("model.safetensors.index.json", "onnx/model.safetensors"),
+            *("adapter_model.safetensors", "adapter_config.json", "config.json"),
+        ]
+        gone = {x for x in there for p in delete_patterns if fnmatch(x, p)}
+        self.asked.append(("upload", repo_id, names, set(there) - gone))
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
 
 
@@ -205,10 +213,12 @@ def test_a_tuned_model_is_uploaded_when_it_is_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
     done = run("finetune", folder, *common, "--hub_model_id", "me/mine")
     assert "is uploaded: https://hub/somebody/mine/commit/1" in done.output
-    created, (_, name, files) = FakeHub.asked
+    created, (_, name, files, kept) = FakeHub.asked
     assert created == ("create", "me/mine", True)
     assert name == "somebody/mine"
     assert files >= {"README.md", "config.json", "tokenizer.json", "model.safetensors"}
+    # A reader would take old weights in one file before new ones in several.
+    assert kept == {"LICENSE", "onnx/model.safetensors", "config.json"}
 
 
 # Neither a token that fills up rows nor, in the second case, one that ends texts.
