@@ -115,6 +115,8 @@ def test_copies_that_groups_hold_are_equal_on_all_tiers_and_read_unrounded():
     tiled = ("segment.max_bytes", 2 * DIM * DIM // 4)
     by_rows = replace(settings[0], more=(*more, tiled))
     assert train(WIDE, by_rows, ADAM).deviation(expected) <= BOUND
+    with pytest.raises(NotImplementedError, match="last rests .* by rows"):
+        train(WIDE, replace(by_rows, place=("none", "cpu")), ADAM)
     for setting in (settings[0], by_rows, settings[-1]):
         config = setting.config(WIDE, "")
         with WIDE.start(OPTIMIZERS[ADAM], config, mesh=mesh_of("2x4")) as engine:

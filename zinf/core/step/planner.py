@@ -11,9 +11,10 @@ import jax
 
 from zinf.core.optim.clipping import Clipping
 from zinf.core.optim.summed import separated_sums
+from zinf.core.plan import Transfer
 from zinf.core.problem.problem import ParamSpec
 from zinf.core.problem.source import Source, check_dependence
-from zinf.core.program import ArrayId, Rows
+from zinf.core.program import ArrayId, Rows, Tier
 from zinf.core.sharding import Layouts
 from zinf.core.step.batch import batch_spec, check_rows
 from zinf.core.step.choice import choose
@@ -81,6 +82,7 @@ class Planner(Setup):
             request = self._request(batch, at_rest)
             is_in_stacks = at_rest is not None and at_rest.is_in_stacks
             made, why = choose(self, request, is_in_stacks=is_in_stacks)
+            _check_rows_of_groups(made)
             if self.measure is not None:
                 made = made.retimed(self, self.measure, batch)
             if why:
@@ -149,3 +151,22 @@ class _SummingPlanner(Planner):
 
     def layouts(self, source: Source) -> Layouts:
         return self.updates.layouts(source)
+
+
+def _check_rows_of_groups(made: AbstractPrepared) -> None:
+    """Refuse rows from the host for copies that groups of devices hold.
+
+    See [Note: parts of all groups]: each group needs its part of such rows from others,
+    and transfers exchange nothing.
+    """
+    moves = (i.operation for i in made.plan.instructions)
+    moved = (m.arrays for m in moves if isinstance(m, Transfer))
+    for array in (a for arrays in moved for a in arrays if a.rows is not None):
+        is_part = made.plan.homes.get(array.whole) == Tier.DEVICE
+        if is_part and made.layouts.of(array).num_groups > 1:
+            raise NotImplementedError(
+                f"{array.path} rests on the devices and is larger than a segment, so "
+                "the host updates it by rows. This does not work yet with both "
+                "zero_quantized_weights and zero_hpz_partition_size. Raise "
+                "segment.max_bytes, offload parameters too, or leave one of them out."
+            )
