@@ -151,8 +151,10 @@ def test_a_text_that_repeats_itself_is_looked_up(streaming):
 
 def test_a_device_looks_up_what_the_host_does():
     """Also in texts of few words, and whatever stands before and after a text."""
-    texts = [*LOOKED_UP, *(RNG.integers(0, 3, n) for n in RNG.integers(1, 40, 60))]
+    texts = [np.array([7, 3, 7]), *LOOKED_UP]  # The first is seen at place 0 alone.
+    texts += [RNG.integers(0, 3, n) for n in RNG.integers(1, 40, 60)]
     starts = RNG.integers(0, 6, len(texts))
+    starts[0] = 0
     padded = RNG.integers(0, 3, (len(texts), 50))
     for row, text in enumerate(texts):
         padded[row, starts[row] : starts[row] + len(text)] = text
