@@ -67,7 +67,7 @@ def written(engine, numbers=range(COUNT), **rest):
     ("name", "rows", "batch_size", "how"),
     [
         ("streaming", 4, 4, {"temperature": 0.8}),
-        ("streaming", 2, 5, DRAWN),
+        pytest.param("streaming", 2, 5, DRAWN, marks=pytest.mark.slow),
         ("fused", 2, None, DRAWN),
     ],
 )
@@ -147,7 +147,9 @@ def long_texts(engine, numbers, **rest):
     return engine.generate(prompts, key=keys, **how)
 
 
-@pytest.mark.parametrize("drafts", [None, prompt_lookup(3)])
+@pytest.mark.parametrize(
+    "drafts", [None, pytest.param(prompt_lookup(3), marks=pytest.mark.slow)]
+)
 def test_prompts_are_read_in_parts_while_others_go_on(
     drafts, streaming, fused, monkeypatch
 ):
