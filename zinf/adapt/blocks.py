@@ -89,12 +89,12 @@ class Encoding:
         """
         codes = arrays[CODES]
         lead, flat = codes.shape[:-2], codes.reshape(-1, codes.shape[-1])
-        scales = [arrays[name].reshape(-1) for name in self.form.scales]
+        scales = [arrays[name].reshape(1, -1) for name in self.form.scales]
         for name in self.form.whole:
             entries = arrays[name].reshape(-1, 1)
             shape_of_all = len(entries), len(flat) // len(entries)
-            scales.append(jnp.broadcast_to(entries, shape_of_all).reshape(-1))
-        rows = self.form.decode(flat, *scales).reshape(prod(lead), -1)
+            scales.append(jnp.broadcast_to(entries, shape_of_all).reshape(1, -1))
+        rows = self.form.decode(flat.T, *scales).T.reshape(prod(lead), -1)
         rows = rows[:, : prod(shape)]
         if not self.is_turned:
             return rows.reshape(*lead, *shape)

@@ -1,15 +1,19 @@
 """Weights in blocks of 8 and 4 bits."""
 
+from math import prod
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from tests.unit.adapt.small import BATCH, normal, two_layers, two_layers_loss
 from zinf.adapt import lora, quantize
 from zinf.adapt.blocks import Encoding
 from zinf.adapt.forms import FORMS, NF4, OF_BITS
 from zinf.core.segment import named_leaves
+from zinf.core.topology import memory, parse_topology
 
 
 def nf4_by_hand(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,6 +96,29 @@ def test_a_row_of_a_stack_is_decoded_alone(name, is_turned):
     np.testing.assert_array_equal(row, whole[1])
     largest = np.max(np.abs(weight))
     assert np.max(np.abs(whole - weight)) <= GAPS[name] * largest
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize(("name", "block"), [("nf4", 64), ("uint4", 64), ("nvfp4", 16)])
+def test_a_tpu_decodes_four_bits_in_little_memory(name, block):
+    """A last dim of 2 would be padded to 128: 64 times the memory of the weight."""
+    v5p, shape = parse_topology("v5p:1x1x1"), (1024, 1024)
+    encoding = Encoding(name, block)
+    there = SingleDeviceSharding(v5p.devices()[0])
+
+    def argument(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+
+    stored = jax.tree.map(argument, encoding.shapes(shape))
+    x = argument(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+    def product(stored, x):
+        return x @ encoding.decode(stored, shape).astype(x.dtype)
+
+    found = memory(v5p.compile(jax.jit(product).lower(stored, x)))
+    # Numbers are put in order by block, in bfloat16; a block is padded to 128.
+    padded_bytes = prod(shape) * 128 // block * 2
+    assert found.temp_bytes <= padded_bytes + 2 * prod(shape) * 4
 
 
 def encoded(**options):
