@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Of 24, 48 and 96 layers the peaks were 499 to 538, 525 to 612 and 572 to 645 MB in 13
+# Of 24, 48 and 96 layers the peaks were 499 to 538, 525 to 612 and 572 to 645 MB in 16
 # runs, of which 9 ran three at a time: a layer adds 1 to 2 MB, of the plan and of reads
 # and writes that run further ahead the more of them there are. Its state is 50 MB.
 SHALLOW, DEEP = 24, 48
