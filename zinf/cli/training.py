@@ -1,7 +1,7 @@
 """Declares `zinf train`, `finetune`, `grpo` and `ppo`, which train a model."""
 
 import json
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ from zinf.cli.arguments import (
 )
 from zinf.cli.errors import clean_errors
 from zinf.cli.options import FINETUNE, GRPO, PPO, with_options
-from zinf.distributed.options import Place, with_place
+from zinf.distributed.options import Place, in_place_of, with_place
 from zinf.ray.options import OnCluster, with_cluster
 
 TunedModel = Annotated[Path, typer.Option(help="Folder for the tuned model.")]
@@ -99,9 +99,67 @@ def train(
     run_placed(run, raw, given, **where)
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """What the options of all commands that tune a model of transformers say.
+
+    Attributes:
+        merge: whether adapters are added to the model that is written.
+        allow_changed: settings that may be others than before.
+        overrides: keys with values, as of `--set`.
+    """
+
+    merge: bool
+    allow_changed: list[str] | None
+    overrides: list[str] | None
+    traceback: bool
+
+    def run(
+        self,
+        raw: dict[str, Any],
+        output: Path,
+        epochs: float,
+        place: Place,
+        cluster: OnCluster,
+    ) -> None:
+        """Train the model of a config that a command has made, and write it.
+
+        Args:
+            epochs: how often each sample or prompt is used.
+        """
+        from zinf.cli.finetune import finetune_model, run_folder
+        from zinf.cli.placed import run_placed
+
+        tune = partial(
+            finetune_model,
+            raw,
+            output=output,
+            merges=self.merge,
+            epochs=epochs,
+            allow_changed=self.allow_changed or (),
+        )
+        raw = raw | {"run": {"output": str(run_folder(output))} | raw["run"]}
+        where = {"place": place, "cluster": cluster, "traceback": self.traceback}
+        run_placed(tune, raw, self.overrides or (), **where)
+
+
+# The options of all commands that tune a model, in place of `tuning`.
+with_tuning = in_place_of(
+    "tuning",
+    {
+        "merge": (Merge, True),
+        "allow_changed": (AllowChanged, None),
+        "overrides": (Overrides, None),
+        "traceback": (ShowTraceback, False),
+    },
+    Tuning,
+)
+
+
 @with_place
 @with_cluster
 @with_options(FINETUNE)
+@with_tuning
 def finetune(
     model: WholeModel,
     data: Annotated[
@@ -114,11 +172,8 @@ def finetune(
     output: TunedModel,
     epochs: Annotated[float, typer.Option(help="How often each sample is used.")] = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
-    merge: Merge = True,
-    allow_changed: AllowChanged = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
     *,
+    tuning: Tuning,
     place: Place,
     cluster: OnCluster,
     **options: Any,
@@ -131,16 +186,15 @@ def finetune(
     """
     from zinf.cli.finetune import model_config
 
-    with clean_errors(traceback):
+    with clean_errors(tuning.traceback):
         raw = model_config(model, data=data, samples=samples, **options)
-    run = {"output": output, "merges": merge, "epochs": epochs}
-    where = {"place": place, "cluster": cluster, "traceback": traceback}
-    _tune(raw, overrides, where, **run, allow_changed=allow_changed or ())
+    tuning.run(raw, output, epochs, place, cluster)
 
 
 @with_place
 @with_cluster
 @with_options(GRPO)
+@with_tuning
 def grpo(
     model: WholeModel,
     data: Prompts,
@@ -151,11 +205,8 @@ def grpo(
         int | None,
         typer.Option(min=1, help="Completions of a step; those of a prompt if absent."),
     ] = None,
-    merge: Merge = True,
-    allow_changed: AllowChanged = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
     *,
+    tuning: Tuning,
     place: Place,
     cluster: OnCluster,
     **options: Any,
@@ -168,18 +219,17 @@ def grpo(
     """
     from zinf.cli.finetune import of_rewards
 
-    with clean_errors(traceback):
+    with clean_errors(tuning.traceback):
         raw = of_rewards(
             model, "grpo", data=data, rewards=reward or (), samples=samples, **options
         )
-    run = {"output": output, "merges": merge, "epochs": epochs}
-    where = {"place": place, "cluster": cluster, "traceback": traceback}
-    _tune(raw, overrides, where, **run, allow_changed=allow_changed or ())
+    tuning.run(raw, output, epochs, place, cluster)
 
 
 @with_place
 @with_cluster
 @with_options(PPO)
+@with_tuning
 def ppo(
     model: WholeModel,
     data: Prompts,
@@ -187,11 +237,8 @@ def ppo(
     output: TunedModel,
     epochs: PromptEpochs = 1.0,
     samples: Annotated[int, typer.Option(min=1, help="Completions of a step.")] = 8,
-    merge: Merge = True,
-    allow_changed: AllowChanged = None,
-    overrides: Overrides = None,
-    traceback: ShowTraceback = False,
     *,
+    tuning: Tuning,
     place: Place,
     cluster: OnCluster,
     **options: Any,
@@ -205,30 +252,8 @@ def ppo(
     """
     from zinf.cli.finetune import of_rewards
 
-    with clean_errors(traceback):
+    with clean_errors(tuning.traceback):
         raw = of_rewards(
             model, "ppo", data=data, rewards=reward, samples=samples, **options
         )
-    run = {"output": output, "merges": merge, "epochs": epochs}
-    where = {"place": place, "cluster": cluster, "traceback": traceback}
-    _tune(raw, overrides, where, **run, allow_changed=allow_changed or ())
-
-
-def _tune(
-    raw: dict[str, Any],
-    overrides: list[str] | None,
-    where: Mapping[str, Any],
-    **run: Any,
-) -> None:
-    """Train the model of a config that a command has made.
-
-    Args:
-        where, run: arguments of `run_placed` and of `finetune_model`.
-    """
-    from zinf.cli.finetune import finetune_model, run_folder
-    from zinf.cli.placed import run_placed
-
-    tune = partial(finetune_model, raw, **run)
-    folder = {"output": str(run_folder(run["output"]))}
-    raw = raw | {"run": folder | raw["run"]}
-    run_placed(tune, raw, overrides or (), **where)
+    tuning.run(raw, output, epochs, place, cluster)

@@ -107,7 +107,9 @@ def in_place_of(
             return command(*args, **named, **{argument: make(**values)})
 
         own = [x for x in signature(command).parameters.values() if x.name != argument]
-        own += [
+        # `**named`, if there is one, stays last.
+        end = len(own) - any(x.kind == Parameter.VAR_KEYWORD for x in own)
+        own[end:end] = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=usual, annotation=kind)
             for name, (kind, usual) in options.items()
         ]
