@@ -93,7 +93,7 @@ def train_held(
     if not config.run.resume:
         task.check_files()
     if group.count > 1:
-        _check_alike(config, group)
+        _check_processes(config, group)
     say = _say if group.is_first else say_nothing
     content: dict[str, Any] = {}
     changes: list[dict[str, Any]] = []
@@ -230,8 +230,11 @@ def _opened(
     return opened.enter_context(closing(engine)), at_work.taught(data)
 
 
-def _check_alike(config: Config, group: AbstractGroup) -> None:
-    """Keys must be equal on all processes, but for the folders of a host."""
+def _check_processes(config: Config, group: AbstractGroup) -> None:
+    """Refuse what several processes cannot do, and configs that differ between them.
+
+    The folders of a host may differ.
+    """
     if config.distillation is not None:
         raise NotImplementedError(
             "distillation is supported in one process, and this run has "

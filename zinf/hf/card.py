@@ -144,6 +144,6 @@ def _without_folders(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     path, (file, _, _) = PurePath(value), value.partition(".py:")
-    # Of any text: of one that can be no path, `exists` says that it is none.
+    # `exists` takes any text, also one that cannot be a path.
     is_here = path.is_absolute() or exists(value) or exists(f"{file}.py")
     return path.name if is_here else value

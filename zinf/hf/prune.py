@@ -295,9 +295,8 @@ def _write(
     """Write the model of a configuration, made of parts of a larger one.
 
     Args:
-        parts: those that are not as they are in the larger one.
-        stem: how the names of `parts` begin, and of no other tensor, if they are whole
-            layers.
+        parts: of the larger one, by names here; other tensors are as they are there.
+        stem: how names of layers begin, if `parts` are all that layers have.
     """
     check_target(output, 0)
     model.read_buffers()
@@ -306,8 +305,9 @@ def _write(
     with files:
         match(model.specs, weights.specs, {n: n for n in model.specs}, model.terms)
         taken = {name: parts.get(name, _Part(name)) for name in _all_specs(small)}
-        own = {n for n in taken if n.startswith(stem)} if stem else parts.keys()
-        _check(model, small, taken, others=parts.keys() ^ own)
+        # What the layers of one model have and those of the other lack.
+        of_layers = {n for n in taken if n.startswith(stem)}
+        _check(model, small, taken, others=parts.keys() ^ of_layers if stem else ())
         buffers = model.persistent_buffers()
         small._stored_buffers = {
             name: buffers[part.source]

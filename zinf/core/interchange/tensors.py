@@ -85,14 +85,14 @@ def stream(
     variable of its caller still refers to a part when the read after the next begins.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="zinf-interchange") as reader:
-        ahead: tuple[str, Box, Future[np.ndarray]] | None = None
+        last: tuple[str, Box, Future[np.ndarray]] | None = None
         for name, box in wanted:
             begun = name, box, reader.submit(tensors.read, name, box)
-            if ahead is not None:
-                use(ahead[0], ahead[1], ahead[2].result())
-            ahead = begun
-        if ahead is not None:
-            use(ahead[0], ahead[1], ahead[2].result())
+            if last is not None:
+                use(last[0], last[1], last[2].result())
+            last = begun
+        if last is not None:
+            use(last[0], last[1], last[2].result())
 
 
 def ahead(function: Callable[[X], Y], items: Iterable[X], count: int) -> Iterator[Y]:

@@ -160,7 +160,7 @@ class PartialSums:
         for equation in self.graph.equations:
             reads = list(dict.fromkeys(variables(equation.invars)))
             jaxpr = build_jaxpr(reads, equation.outvars, [equation])
-            (out, *_) = *equation.outvars, None
+            out = next(iter(equation.outvars), None)
             if out in self._behind:
                 parts[out] = cut(self._part(equation, values, parts, in_blocks))
             given = [values[v] for v in reads]

@@ -189,7 +189,7 @@ class Setup:
 
     @cached_property
     def without_groups(self) -> Problem:
-        """The problem, of a loss that has convolutions in groups on several devices."""
+        """The problem, of a loss whose convolutions in groups became sums if needed."""
         loss = without_uneven_groups(self.problem.loss, self.rule)
         return replace(self.problem, loss=loss)
 

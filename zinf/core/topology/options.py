@@ -16,8 +16,6 @@ HIDE_GATHERS: dict[str, bool | str] = {
     "xla_enable_async_all_gather": True,
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
 }
-
-
 # What a compiler says of an option that it does not know.
 UNKNOWN = "No such compile option"
 

@@ -24,7 +24,7 @@ from zinf.core.interchange.tensors import AbstractTensors
 from zinf.core.memory.zarr_format import numpy_dtype
 from zinf.core.program import ArraySpec
 from zinf.core.sharding import Box
-from zinf.hf.quantized import fp4
+from zinf.hf.quantized import fp4, mxfp4
 from zinf.hf.quantized.layer import Layer
 from zinf.hf.quantized.packed import (
     WORD,
@@ -50,7 +50,7 @@ MIXED = "mixed-precision"
 # scale for all.
 FLOATS_OF_4_BITS = {
     FORMATS[3]: (fp4.NVFP4_GROUP, fp4.GLOBAL),
-    FORMATS[4]: (fp4.MXFP4_GROUP, None),
+    FORMATS[4]: (mxfp4.GROUP, None),
 }
 DENSE = "dense"
 BITS = (2, 4, 8)

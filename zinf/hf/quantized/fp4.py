@@ -24,15 +24,14 @@ from zinf.hf.quantized.mxfp4 import PAIRS
 from zinf.hf.quantized.packed import Packed, float32, read_floats, rows_of_part
 
 SCALE, GLOBAL, SECOND = "_scale", "_global_scale", "_scale_2"
-# Numbers that share a scale, if a section of config.json does not say it.
-NVFP4_GROUP, MXFP4_GROUP = 16, 32
+# Numbers of nvfp4 that share a scale, if a section of config.json does not say it.
+NVFP4_GROUP = 16
 
 
 def expected(
     name: str, codes: str, shape: tuple[int, ...], group: int, *, second: str | None
 ) -> dict[str, ArraySpec]:
-    """The tensors that files have of a weight; none if groups do not fill its rows:
-    no program writes such.
+    """The tensors that files have of a weight; none if groups do not fill its rows.
 
     Args:
         codes: the name of that of codes.

@@ -1,11 +1,11 @@
 """Writes convolutions in groups as sums, for the gradients of their kernels.
 
 XLA computes the gradient of such a kernel by a convolution in groups of the batch, and
-adds it up over all devices. Devices along `tensor` have the same examples, and so have
-devices along `seq` where positions are not cut: if others have other examples, the
-gradient is too large by the number of devices along the axis (jaxlib 0.10.2). Mamba has
-such convolutions. A sum of shifted products has the right gradient, and sends no more.
-On other meshes devices have the same examples where they cannot divide rows evenly.
+adds it up over all devices, as if each had examples of its own. If several have the
+same ones, they count as many times (jaxlib 0.10.2). Such are the devices along
+`tensor`, those along `seq` where positions are not cut, and on any mesh those that rows
+are copied to because devices cannot divide them evenly. A sum of shifted products has
+the right gradient, and sends no more. Mamba has such convolutions.
 """
 
 from collections.abc import Callable, Iterable, Mapping
